@@ -1,0 +1,1 @@
+"""Kernels: each a requirement with conditions and counted alternatives."""

@@ -1,0 +1,1 @@
+"""Memory mechanisms, one file each."""

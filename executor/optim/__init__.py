@@ -1,0 +1,1 @@
+"""Routing of parameters to optimizers, and the optimizers."""
