@@ -1,0 +1,127 @@
+"""The seal over a document's body, the chain over its runs, and the verification of both.
+
+The digest proves that nothing changed. The locator, one 16-bit CRC a line, says where: a CRC-16 finds every burst of up
+to 16 bits, so a changed byte is always traced to its line.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+from collections.abc import Mapping
+
+import rfc8785
+
+from schemas.document import UNSEALED, is_reading, resolve, settle, tally, weakest_bases
+from schemas.form import Json, Unfaithful, inner_lines, render
+
+_CHAIN = ("digest", "locator")
+_RUN_LEVEL = 2  # a run is an entry of a list that is a value of the document
+
+
+def canonical_digest(value: Json) -> str:
+    """SHA-256, in hex, of the RFC 8785 canonical bytes of ``value``."""
+    return hashlib.sha256(rfc8785.dumps(value)).hexdigest()
+
+
+def seal(body: Mapping[str, Json]) -> dict[str, Json]:
+    """``body`` with weakest bases, counts and seal set anew; a plan also gets its empty list of runs."""
+    document = {key: value for key, value in body.items() if key not in (*UNSEALED, "counts")}
+    document["counts"] = tally(settle(document))
+    document["seal"] = {"digest": canonical_digest(document), "locator": _locator(document)}
+    if document.get("format") == "dormouse.plan":
+        document["runs"] = []
+    return document
+
+
+def append_run(plan: Mapping[str, Json], run: Mapping[str, Json]) -> dict[str, Json]:
+    """``plan`` with ``run`` chained on: its digest covers itself and, by ``previous``, all before it."""
+    runs = list(plan["runs"])
+    linked = {**run, "previous": runs[-1]["digest"] if runs else plan["seal"]["digest"]}
+    linked |= {"digest": canonical_digest(linked), "locator": _locator(linked, _RUN_LEVEL)}
+    return {**plan, "runs": [*runs, linked]}
+
+
+def verify(document: Mapping[str, Json], name: str) -> None:
+    """Check the inputs, the counts, the seal and the runs of a document whose schema holds.
+
+    Raises:
+        Unfaithful: naming the pointer, the count or the line that does not hold.
+    """
+    body = {key: value for key, value in document.items() if key not in UNSEALED}
+    if canonical_digest(body) != document["seal"]["digest"]:
+        raise Unfaithful(f"{name}: {_where_sealed(body, document['seal'])}")
+    if _locator(body) != document["seal"]["locator"]:
+        raise Unfaithful(f"{name}: /seal/locator: was changed; the sealed body is whole")
+    _verify_bases(document, name)
+    _verify_counts(document, name)
+    _verify_runs(document, name)
+
+
+def _where_sealed(body: Mapping[str, Json], stored: Mapping[str, str]) -> str:
+    line = _changed_line(body, stored["locator"])
+    if line is None:
+        return "/seal/digest: was changed; no line of the sealed body was"
+    return f"line {line + 2}: was changed after sealing (seal {stored['digest'][:12]})"  # line 1 is the opening brace
+
+
+def _verify_bases(document: Mapping[str, Json], name: str) -> None:
+    for pointer, found in weakest_bases(document).items():
+        stated = resolve(document, pointer)["weakest"]
+        if stated != found:
+            raise Unfaithful(f"{name}: {pointer}: says its weakest basis is {stated}; its inputs say {found}")
+
+
+def _verify_counts(document: Mapping[str, Json], name: str) -> None:
+    counted = tally(document)
+    for key in sorted(counted.keys() | document["counts"].keys()):
+        stated, found = document["counts"].get(key), counted.get(key)
+        if stated != found:
+            raise Unfaithful(f"{name}: /counts/{key}: says {stated}; the body holds {found}")
+
+
+def _verify_runs(document: Mapping[str, Json], name: str) -> None:
+    previous = document["seal"]["digest"]
+    for place, run in enumerate(document.get("runs", ())):
+        where = f"{name}: /runs/{place}"
+        linked = {key: value for key, value in run.items() if key not in _CHAIN}
+        if run["previous"] != previous:
+            raise Unfaithful(f"{where}/previous: does not follow what stands before it ({previous[:12]}...)")
+        if canonical_digest(linked) != run["digest"]:
+            line = _changed_line(linked, run["locator"], _RUN_LEVEL)
+            at = "/digest" if line is None else f": line {_first_line(document, place) + 1 + line}"
+            raise Unfaithful(f"{where}{at}: was changed after recording")
+        if _locator(linked, _RUN_LEVEL) != run["locator"]:
+            raise Unfaithful(f"{where}/locator: was changed; the run is whole")
+        _verify_predictions(document, run["measured"], where)
+        previous = run["digest"]
+
+
+def _verify_predictions(document: Mapping[str, Json], measured: Mapping[str, Json], where: str) -> None:
+    for label, line in measured.items():
+        try:
+            item = resolve(document, label.split(" @")[0])
+        except KeyError:
+            raise Unfaithful(f"{where}/measured: {label} names nothing in the plan") from None
+        planned = item["value"] if is_reading(item) else item["chosen"]
+        if line["predicted"] != planned or any(line.get(end) != item.get(end) for end in ("low", "high")):
+            raise Unfaithful(f"{where}/measured: {label}: predicted {line['predicted']}, but the plan says {planned}")
+
+
+def _locator(block: Mapping[str, Json], level: int = 0) -> str:
+    return "".join(f"{binascii.crc_hqx(line, 0xFFFF):04x}" for line in inner_lines(block, level))
+
+
+def _changed_line(block: Mapping[str, Json], locator: str, level: int = 0) -> int | None:
+    """The place of the first line of ``block`` that does not have its CRC in ``locator``; None when all have."""
+    found = _locator(block, level)
+    for place in range(0, max(len(found), len(locator)), 4):
+        if found[place : place + 4] != locator[place : place + 4]:
+            return place // 4
+    return None
+
+
+def _first_line(document: Mapping[str, Json], place: int) -> int:
+    """The line of the file on which run number ``place`` opens."""
+    lines = render({**document, "runs": list(document["runs"][:place])}).count(b"\n")
+    return lines if place == 0 else lines - 1
