@@ -1,0 +1,45 @@
+"""Which optimizer updates which parameter: one function, read by the account and by the run.
+
+Muon orthogonalises the matrices of the repeated blocks. All else goes to AdamW: embedding and head (their rows are
+classes, not directions), norms, biases, gains, convolutions. A stack of matrices [E, m, n] counts as E matrices.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+Route = Literal["muon", "adamw"]
+
+_BLOCK = re.compile(r"(^|\.)\d+\.")  # inside a list of blocks: a component of the path is a number
+_NOT_A_MATRIX = re.compile(r"(^|\.)(conv\w*|\w*embed\w*|\w*norm\w*|head|lm_head)(\.|$)", re.IGNORECASE)
+
+
+class Routed(NamedTuple):
+    """Named parameters by route, each in the model's own order."""
+
+    muon: list[tuple[str, nn.Parameter]]
+    adamw: list[tuple[str, nn.Parameter]]
+
+
+def route(name: str, parameter: nn.Parameter) -> Route:
+    """The route of one parameter under ``--opt muon``: by its dotted name and its shape."""
+    if parameter.ndim not in (2, 3) or min(parameter.shape[-2:]) < 2:
+        return "adamw"
+    if not _BLOCK.search(name) or _NOT_A_MATRIX.search(name):
+        return "adamw"
+    return "muon"
+
+
+def split(model: nn.Module, opt: str) -> Routed:
+    """All trainable parameters by route; ``opt`` "adamw" routes everything to AdamW. Raises ValueError otherwise."""
+    if opt not in ("muon", "adamw"):
+        raise ValueError(f"unknown optimizer {opt!r}; known: muon, adamw")
+    routed = Routed([], [])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            chosen = routed.muon if opt == "muon" and route(name, parameter) == "muon" else routed.adamw
+            chosen.append((name, parameter))
+    return routed
