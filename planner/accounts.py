@@ -1,0 +1,126 @@
+"""The account of a workload: made by ``python -m executor.account`` in a process of its own, which imports torch, and
+kept in the user's cache under the digest of everything it was made from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from planner.request import Usage
+from planner.toolchain import torch_constants
+from schemas.form import Json, Unfaithful
+from schemas.seal import canonical_digest
+from schemas.store import load, loads, write
+
+KIND = "dormouse.account"
+DEADLINE_SECONDS = 300
+WORKLOADS = "dormouse.workloads"
+# What decides an account's content: how it is counted, and the form it is written in.
+_PACKAGES = ("executor", "schemas")
+_SUFFIXES = (".py", ".json")
+
+
+def account(
+    model: str,
+    settings: Mapping[str, str],
+    opt: str,
+    *,
+    say: Callable[[str], None],
+    folder: Path | None = None,
+    make: Callable[[bytes], bytes] | None = None,
+) -> dict[str, Json]:
+    """The account of ``model`` with its ``settings`` (KEY: text) and optimizer, from the cache or made now.
+
+    Args:
+        say: told, in one line, of a cached file that was not faithful or could not be written.
+        folder: the cache (default: the user's).
+        make: what turns a request's bytes into an account's (default: the subprocess).
+
+    Raises:
+        Usage: the workload, a key or a value is not known, or the account could not be made.
+    """
+    made_from = {"model": model, "set": dict(settings), "opt": opt}
+    path = _cached_at(made_from, folder)
+    if path is not None and path.exists():
+        try:
+            return load(path, KIND)
+        except Unfaithful as error:
+            say(f"the cached account is not faithful and is made again: {error}")
+    data = (make or _subprocess)(json.dumps(made_from).encode())
+    try:
+        found = loads(data, KIND, f"account of {model}")
+    except Unfaithful as error:
+        raise Usage(f"executor.account wrote no faithful account: {error}") from None
+    if path is not None:
+        _keep(path, found, say)
+    return found
+
+
+def _keep(path: Path, found: Json, say: Callable[[str], None]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, found)
+    except OSError as error:
+        say(f"the account was not cached: {path.parent}: {error.strerror}")
+
+
+def _subprocess(data: bytes) -> bytes:
+    # No card is needed to count a model, and asking for one would cost seconds and memory.
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-P", "-m", "executor.account"]
+    try:
+        done = subprocess.run(
+            command, input=data, capture_output=True, timeout=DEADLINE_SECONDS, env=environ, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise Usage(f"executor.account gave no account within {DEADLINE_SECONDS} s") from None
+    if done.returncode == 0:
+        return done.stdout
+    lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"]
+    if done.returncode == 2:
+        raise Usage(lines[-1])
+    raise Usage(f"executor.account ended with {done.returncode}: {lines[-1]}")
+
+
+def _cached_at(made_from: Mapping[str, Json], folder: Path | None) -> Path | None:
+    """Where this account is kept; None for a workload that lies outside executor, whose source no key could cover."""
+    if not _is_own(made_from["model"]):
+        return None
+    torch = torch_constants() or {}
+    key = canonical_digest(
+        {**made_from, "torch": torch.get("__version__"), "python": platform.python_version(), "source": source()}
+    )
+    return (folder or _user_cache()) / "accounts" / f"{key}.json"
+
+
+def _user_cache() -> Path:
+    from platformdirs import user_cache_path  # not needed by show, diff and verify
+
+    return user_cache_path("dormouse")
+
+
+def _is_own(model: str) -> bool:
+    found = metadata.entry_points(group=WORKLOADS, name=model)
+    return len(found) == 1 and all(entry.module.partition(".")[0] == "executor" for entry in found)
+
+
+def source() -> dict[str, str]:
+    """SHA-256 by package of the names and contents of all that decides an account; nothing of it is imported."""
+    return {name: canonical_digest(dict(_contents(name))) for name in _PACKAGES}
+
+
+def _contents(package: str) -> Iterator[tuple[str, str]]:
+    spec = importlib.util.find_spec(package)
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(place).rglob("*")):
+            if path.suffix in _SUFFIXES and path.is_file():
+                yield path.relative_to(place).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()
