@@ -1,0 +1,168 @@
+"""The command ``dormouse-plan``: compile, probe, show, diff, verify.
+
+Exit codes: 0 done, 1 ``diff --fail-over``, 2 wrong usage or unfaithful input, 3 refused. Everything is imported when it
+is needed: what only reads a plan must answer at once, and nothing of Dormouse may be imported before `origin.check`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from planner import origin
+
+DONE, FAILED_OVER, UNUSABLE, REFUSED = 0, 1, 2, 3
+_SIGPIPE = 128 + 13
+_DEFAULT_MODEL = "tiny"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a user's mistake is one message on stderr, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a plan may hold what this terminal cannot show
+    try:
+        origin.check(("schemas", "executor"), Path(__file__).resolve().parent.parent)
+        code = _command(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except origin.Shadowed as error:
+        return _said(str(error))
+    except BrokenPipeError:
+        # The reader went away, as head does. Python would complain once more while closing stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _SIGPIPE
+    except KeyboardInterrupt:
+        return _said("stopped", 130)
+
+
+def _said(message: str, code: int = UNUSABLE) -> int:
+    print(f"dormouse-plan: {message}", file=sys.stderr)
+    return code
+
+
+def _command(arguments: list[str]) -> int:
+    from planner import options
+    from planner.request import Usage
+    from schemas.form import Unfaithful
+
+    commands: dict[str, Callable[[Namespace], int]] = {
+        "plan": _plan,
+        "probe": _probe,
+        "show": _show,
+        "diff": _diff,
+        "verify": _verify,
+    }
+    command, rest = options.split(arguments)
+    try:
+        return commands[command](options.parser(command).parse_args(rest))
+    except (Usage, Unfaithful) as error:
+        return _said(str(error))
+
+
+def _plan(asked: Namespace) -> int:
+    from planner import accounts, data, probe, request
+    from planner.compile import compile_plan
+    from planner.page import Page
+    from planner.refusals import Refused
+    from planner.summary import summarise
+    from schemas.form import render
+
+    settings = request.settings(asked.set or ())
+    record = probe.record(asked.devices or "auto", timed=asked.benchmark)
+    wanted = request.compose(
+        vars(asked), data.describe(asked.data), _source(asked.devices, record), _calibration(asked.calibrate)
+    )
+    account = accounts.account(asked.model or _DEFAULT_MODEL, settings, asked.opt or "muon", say=_note)
+    try:
+        plan = compile_plan(wanted, record, account)
+    except Refused as refusal:
+        print(refusal.text(), file=sys.stderr)
+        return REFUSED
+    _print(render(plan))
+    summarise(plan, Page(sys.stderr))
+    return DONE
+
+
+def _source(devices: Any, record: Any) -> str:
+    """How the request names the fleet: a record by its seal, never by the path it was read from."""
+    if isinstance(devices, list):
+        return f"record:{record['seal']['digest'][:12]}"
+    return devices or "auto"
+
+
+def _calibration(paths: Sequence[str] | None) -> list[str]:
+    from planner.request import Usage
+
+    if paths:
+        raise Usage("--calibrate is not built yet: plan without it, or with --benchmark")
+    return []
+
+
+def _note(message: str) -> None:
+    print(f"dormouse-plan: note: {message}", file=sys.stderr)
+
+
+def _print(document: bytes) -> None:
+    """The document on stdout, in one go: a refused command prints nothing there."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(document)
+    sys.stdout.buffer.flush()
+
+
+def _probe(asked: Namespace) -> int:
+    from planner import probe
+    from schemas.form import render
+
+    _print(render(probe.record(asked.devices or "auto", timed=asked.benchmark)))
+    return DONE
+
+
+def _show(asked: Namespace) -> int:
+    from planner.page import Page
+    from planner.show import show
+    from schemas.store import load
+
+    show(load(asked.plan), Page(sys.stdout))
+    return DONE
+
+
+def _verify(asked: Namespace) -> int:
+    from planner.words import clean
+    from schemas.store import load
+
+    plan = load(asked.plan)
+    runs = len(plan["runs"])
+    print(f"{clean(asked.plan)}: faithful; seal {plan['seal']['digest'][:12]}, {runs} run{'s' * (runs != 1)}")
+    return DONE
+
+
+def _diff(asked: Namespace) -> int:
+    from planner import diff
+    from planner.diff_render import as_json, as_markdown, as_text
+    from planner.page import Page
+    from planner.request import Usage
+    from schemas.store import load
+
+    limits = asked.fail_over or ()
+    if asked.new is None:
+        document = diff.measured(load(asked.plan), asked.run, limits)
+    elif limits or asked.run is not None:
+        raise Usage("--fail-over and --run judge the runs of one PLAN, not two plans")
+    else:
+        document = diff.changed(load(asked.plan), load(asked.new))
+    if asked.format == "json":
+        _print(as_json(document))
+    elif asked.format == "markdown":
+        sys.stdout.write(as_markdown(document))
+    else:
+        as_text(document, Page(sys.stdout))
+    return FAILED_OVER if document.get("failures") else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
