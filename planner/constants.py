@@ -1,0 +1,58 @@
+"""Every number that a plan assumes: value, range and origin. Each enters a plan as a reading with basis "assumed"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from schemas.document import reading
+from schemas.form import Json
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """A constant with its range and where it comes from."""
+
+    value: float
+    low: float
+    high: float
+    unit: str
+    origin: str
+
+    def reading(self) -> dict[str, Json]:
+        return reading(self.value, self.unit, "assumed", self.origin, low=self.low, high=self.high)
+
+
+MEBI = 2**20
+
+# A budget of N bytes is filled to nine tenths: the rest is for what no estimate sees (fragmentation, other users).
+FIT_HEADROOM = 0.9
+# Of free memory, this much is left alone.
+FREE_MARGIN_BYTES = 512 * MEBI
+
+# The gradient payload is cut into eight buckets, none smaller than a link wants and none larger than overlap wants.
+BUCKETS_WANTED = 8
+SMALLEST_BUCKET_BYTES = 4 * MEBI
+LARGEST_BUCKET_BYTES = 128 * MEBI
+
+# The share of forward and backward that is backward: two of its three products a layer.
+BACKWARD_SHARE = 2 / 3
+
+CPU_FLOPS_PER_LANE = Assumed(
+    2.0, 0.6, 4.0, "FLOP/cycle", "one fused multiply-add a lane and cycle; small products reach less, two ports more"
+)
+CPU_BANDWIDTH = Assumed(8e9, 3e9, 2.5e10, "B/s", "one core's share of a DDR4 or DDR5 channel pair")
+CPU_LAUNCH_SECONDS = Assumed(6e-6, 3e-6, 1.2e-5, "s", "dispatch and autograd of one PyTorch operator on a CPU")
+CPU_CLOCK_HZ = Assumed(2.5e9, 1.5e9, 5e9, "Hz", "a server or desktop core of the last ten years")
+LOOPBACK_RATE = Assumed(1.5e9, 5e8, 6e9, "B/s", "gloo all-reduce between processes of one machine")
+LOOPBACK_LATENCY = Assumed(2e-4, 5e-5, 1e-3, "s", "one gloo step between processes of one machine")
+
+GPU_LAUNCH_SECONDS = Assumed(1.1e-5, 6e-6, 2.5e-5, "s", "PyTorch's host time a launched kernel, forward and backward")
+GPU_PRODUCT_EFFICIENCY = Assumed(0.5, 0.25, 0.8, "", "share of the peak matrix rate that mixed layer shapes reach")
+PCIE_EFFICIENCY = Assumed(
+    0.48, 0.35, 0.78, "", "staged through host memory 0.48 (measured on two cards), direct peer-to-peer 0.78"
+)
+PCIE_LATENCY = Assumed(4e-5, 1e-5, 1e-4, "s", "one NCCL ring step between two cards")
+
+CPU_ALLOCATOR_OVERHEAD = Assumed(1.0, 0.97, 1.1, "", "the CPU allocator returns what it was asked for, 64 B aligned")
+GPU_ALLOCATOR_OVERHEAD = Assumed(1.02, 1.0, 1.1, "", "rounding to 512 B and 2 MiB blocks; reserve apart")
+PROCESS_BYTES = Assumed(4.5e8, 3e8, 1.2e9, "B", "resident size of a process that has imported PyTorch")

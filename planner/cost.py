@@ -1,0 +1,122 @@
+"""Time and memory of one rank as plain formulas, shared by every pass that weighs alternatives.
+
+b is the rank's batch in sequences, t its length in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from schemas.form import Json
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+MASTER_BYTES = 4
+GRADIENT_BYTES = 4
+MOMENTUM_BYTES = 4
+ADAMW_BYTES = 8
+
+
+def polynomial(form: Mapping[str, float], b: int, t: int, granule: int) -> float:
+    """one + b*B + t*T + bt*B*T of an account, with t rounded up to ``granule``."""
+    padded = -(-t // granule) * granule
+    return form["one"] + form["b"] * b + form["t"] * padded + form["bt"] * b * padded
+
+
+def seconds(kind: str, flops: float, moved: float, launches: float, rates: Sequence[float]) -> float:
+    """Time of ``flops`` of products, ``moved`` bytes and ``launches`` operators at rates (FLOP/s, B/s, s a launch).
+
+    A CPU runs its operators one after the other, dispatch included; a GPU computes while its host launches, so the
+    longer of the two binds.
+    """
+    products, bandwidth, launch = rates
+    work = flops / products + moved / bandwidth
+    return launches * launch + work if kind == "cpu" else max(launches * launch, work)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the formulas need of one rank, taken from a draft by the passes."""
+
+    kind: str
+    dtype: str
+    rates: tuple[float, float, float] | None
+    account: Mapping[str, Json]
+    owned: tuple[int, ...]  # indices of the matrices whose update this rank computes
+    world: int
+    newton_schulz_bytes: int
+    reduce_bytes: int
+
+    def variant(self, mechanisms: Collection[str]) -> Mapping[str, Mapping[str, float]]:
+        """The account's forward and backward under ``mechanisms``."""
+        rows = self.account["mechanisms"]
+        name = next((rows[item]["variant"] for item in mechanisms if "variant" in rows.get(item, {})), "plain")
+        found: Mapping[str, Mapping[str, float]] = self.account["compute"][self.dtype][name]
+        return found
+
+    def work(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, float]:
+        """FLOPs of products, bytes moved and operators launched by forward and backward."""
+        forms = self.variant(mechanisms)
+        granule = self.account["granule"]
+        return {key: polynomial(forms[key], b, t, granule) for key in ("flops", "bytes", "launches")}
+
+    def update_work(self) -> dict[str, float]:
+        """The same of the optimizer: Newton-Schulz of the owned matrices by stacked shape, and AdamW."""
+        shapes = self.account["shapes"]
+        names = [shape_name(self.account["matrices"][place]) for place in self.owned]
+        total = {key: float(self.account["adamw"][key]) for key in ("flops", "bytes", "launches")}
+        for key in ("flops", "bytes"):
+            total[key] += sum(shapes[name][key] for name in names)
+        total["launches"] += sum(shapes[name]["launches"] for name in set(names))
+        return total
+
+    def compute_seconds(self, b: int, t: int, mechanisms: Collection[str] = ()) -> float:
+        """t_r(b): forward and backward without exchange. The rank's rates must be known."""
+        assert self.rates is not None
+        work = self.work(b, t, mechanisms)
+        return seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
+
+    def memory(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, int]:
+        """Bytes by component; every state that the optimizer will ever make is counted from the start."""
+        counts = self.account["parameters"]
+        elements = counts["muon"] + counts["adamw"]
+        momentum = MOMENTUM_BYTES * sum(self._elements(place) for place in self.owned)
+        for name in mechanisms:
+            row = self.account["mechanisms"].get(name, {})
+            if row.get("component") == "muon_momentum":
+                momentum = int(momentum * row["factor"])
+        form = self.variant(mechanisms)["peak"]
+        return {
+            "masters": MASTER_BYTES * elements,
+            "gradients": GRADIENT_BYTES * elements,
+            "muon_momentum": momentum,
+            "adamw_state": ADAMW_BYTES * counts["adamw"],
+            "activations": round(polynomial(form, b, t, self.account["granule"])),
+            "buckets": self.reduce_bytes * elements if self.world > 1 and self.reduce_bytes < GRADIENT_BYTES else 0,
+            "update": self._update_bytes(),
+        }
+
+    def _elements(self, place: int) -> int:
+        rows, columns = self.account["matrices"][place]["shape"][-2:]
+        return int(rows * columns)
+
+    def _update_bytes(self) -> int:
+        """Temporaries at the optimizer's peak: the updates of all matrices and the largest stack, or AdamW's."""
+        shapes = self.account["shapes"]
+        stacks: dict[str, int] = {}
+        for place in self.owned:
+            name = shape_name(self.account["matrices"][place])
+            stacks[name] = stacks.get(name, 0) + int(shapes[name]["temporary"])
+        received = self.newton_schulz_bytes * self.account["parameters"]["muon"]
+        return max(received + max(stacks.values(), default=0), int(self.account["adamw"]["temporary"]))
+
+
+def peaks(components: Mapping[str, float]) -> tuple[float, float]:
+    """(backward's peak, the optimizer's peak) of the bytes by component."""
+    state = sum(components[name] for name in ("masters", "gradients", "muon_momentum", "adamw_state"))
+    return state + components["activations"] + components["buckets"], state + components["update"]
+
+
+def shape_name(matrix: Mapping[str, Json]) -> str:
+    rows, columns = matrix["shape"][-2:]
+    return f"{rows}x{columns}"

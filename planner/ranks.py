@@ -1,0 +1,86 @@
+"""One rank of a draft as the formulas of `planner.cost` take it, and the memory it may use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner import constants
+from planner.cost import DTYPE_BYTES, Rank
+from planner.layout import device_pointer, per_rank
+from planner.ledger import Ledger
+from schemas.document import reading
+from schemas.form import Json
+
+
+def world_size(draft: Mapping[str, Json]) -> int:
+    return sum(len(entry["members"]) for entry in draft["ranks"])
+
+
+def owned_by(draft: Mapping[str, Json], account: Mapping[str, Json], rank: int) -> tuple[int, ...]:
+    """Indices of the matrices whose update ``rank`` computes: its own on a fleet, all of them alone."""
+    owners = draft["exchange"].get("owners")
+    if owners is None:
+        return tuple(range(len(account["matrices"])))
+    return tuple(place for place, owner in enumerate(owners["chosen"]) if owner == rank)
+
+
+def elements_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> int:
+    shapes = [account["matrices"][place]["shape"] for place in owned]
+    return sum(int(shape[-2] * shape[-1]) for shape in shapes)
+
+
+def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: int) -> Rank:
+    """The facts of entry ``place``; where its members own unlike matrices, of the member that owns the most."""
+    entry = draft["ranks"][place]
+    sets = [owned_by(draft, account, rank) for rank in entry["members"]]
+    rates = tuple(entry["rates"][name]["value"] for name in ("products", "bandwidth", "launch"))
+    config, exchange = draft["workload"]["config"], draft["exchange"]
+    return Rank(
+        kind=kind_of(draft, entry),
+        dtype=entry["dtype"]["chosen"],
+        rates=None if None in rates else (rates[0], rates[1], rates[2]),
+        account=account,
+        owned=max(sets, key=lambda owned: elements_of(account, owned)),
+        world=world_size(draft),
+        newton_schulz_bytes=DTYPE_BYTES[config["ns_dtype"]["chosen"]],
+        reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
+    )
+
+
+def kind_of(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> str:
+    """cpu or cuda."""
+    return next(
+        str(device["kind"]) for device in draft["fleet"]["devices"].values() if entry["devices"][0] in device["ids"]
+    )
+
+
+def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float | None:
+    """Put the bytes that entry ``place`` may use at its ``memory/limit``; None when nothing is known or asked.
+
+    With a budget of N: the smaller of 0.9 N and free memory less 512 MiB. Ranks on one CPU share its memory.
+    """
+    entry, pointer = ledger.draft["ranks"][place], f"/ranks/{place}/memory/limit"
+    free = f"{device_pointer(ledger.draft, entry)}/memory_free"
+    sharing = _sharing(ledger.draft, entry)
+    budget = per_rank(request["fit"], entry["members"][0])
+    margin, headroom = constants.FREE_MARGIN_BYTES, constants.FIT_HEADROOM
+    rest = f"free memory / {sharing} - 512 MiB" if sharing > 1 else "free memory - 512 MiB"
+    if not isinstance(budget, int):
+        limit: float | None = ledger.compute(pointer, "B", lambda n: int(n / sharing - margin), [free], rest)
+    elif ledger.value(free) is None:
+        limit = int(headroom * budget)
+        why = f"0.9 of the budget of {budget} B; free memory is unknown and could be less"
+        ledger.put(pointer, reading(limit, "B", "declared", why))
+    else:
+        why = f"the smaller of 0.9 x {budget} B and {rest}"
+        limit = ledger.compute(pointer, "B", lambda n: int(min(headroom * budget, n / sharing - margin)), [free], why)
+    return limit
+
+
+def _sharing(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> int:
+    """How many ranks draw on the memory of ``entry``'s device: all CPU ranks of the node, or one a card."""
+    device = next(item for item in draft["fleet"]["devices"].values() if entry["devices"][0] in item["ids"])
+    if device["kind"] != "cpu":
+        return 1
+    alike = [item for item in draft["fleet"]["devices"].values() if item["node"] == device["node"]]
+    return sum(len(item["ids"]) for item in alike if item["kind"] == "cpu")
