@@ -1,6 +1,6 @@
 """Kimi Delta Attention in plain torch: a chunked form and the token loop it must equal.
 
-Legend: B batch, T length, H heads, K key channels, V value channels, N chunks, C tokens a chunk, M = B*H*N.
+Legend: B batch, T length, H heads, K key channels, V value channels, N chunks, C tokens a chunk.
 
 The recurrence (Kimi Linear, arXiv 2510.26692, eq. 1), state S [K, V], decay g <= 0 per channel, writing strength beta:
     S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T          o_t = S_t^T q_t / sqrt(K)
@@ -72,29 +72,29 @@ def chunk_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Ten
     values, out_dtype = v.shape[-1], v.dtype
     pad = -length % CHUNK
     q, k, v, g, b = (_chunks(x, pad) for x in _working(q, k, v, g, beta.unsqueeze(-1)))
-    rows, number = q.shape[:2]
+    number = q.shape[1]
 
     total = g.cumsum(-2)  # G [BH, N, C, K]
-    keys_decayed = _pairwise(k, total)  # k_j exp(G_i - G_j) for j <= i, else 0: [BH, N, C(i), K, C(j)]
+    keys_decayed = _pairwise(k, total)  # k_j exp(G_i - G_j) for j <= i, else 0: [BH, N, C(i), C(j), K]
     left = torch.stack((k * b, q * keys**-0.5), -2)  # [BH, N, C, 2, K]
-    system, attend = (left @ keys_decayed).unbind(-2)  # beta_i A-row and P-row, both lower triangular with diagonal
+    system, attend = (left @ keys_decayed.mT).unbind(-2)  # beta_i A-row and P-row, both lower triangular with diagonal
     grown = total.exp()
     known = torch.cat((v, k * grown), -1) * b  # right-hand sides beta V and beta (k exp G)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    fresh, erase = solved.split((values, keys), -1)  # Y [.., C, V], W [.., C, K]
+    fresh, erase = torch.split(solved, [values, keys], -1)  # Y [.., C, V], W [.., C, K]
     states = _states(k, total, fresh, erase)  # S0 of each chunk [BH, N, K, V]
     u = fresh - erase @ states
-    out = (q * grown * keys**-0.5) @ states + attend @ u
+    out: Tensor = (q * grown * keys**-0.5) @ states + attend @ u
     out = out.reshape(batch, heads, number * CHUNK, values).transpose(1, 2)
     return out[:, :length].to(out_dtype)
 
 
 def _pairwise(k: Tensor, total: Tensor) -> Tensor:
-    """k_j exp(G_i - G_j) where j <= i and 0 elsewhere, as [.., C(i), K, C(j)]; no positive exponent reaches exp."""
-    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=k.device).tril().unsqueeze(1)  # [C(i), 1, C(j)]
-    past = total.transpose(-1, -2).unsqueeze(-3)  # G_j: [.., 1, K, C(j)]
-    exponent = (total.unsqueeze(-1) - past).masked_fill(~lower, float("-inf"))
-    return exponent.exp() * k.transpose(-1, -2).unsqueeze(-3)
+    """k_j exp(G_i - G_j) where j <= i and 0 elsewhere, as [.., C(i), C(j), K]; no positive exponent reaches exp."""
+    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=k.device).triu(1).unsqueeze(-1)  # [C(i), C(j), 1]
+    # Adding -G (small) rather than subtracting G (whose backward would negate the whole pairwise gradient).
+    exponent = total.unsqueeze(-2) + (-total).unsqueeze(-3)
+    return exponent.masked_fill(upper, float("-inf")).exp() * k.unsqueeze(-3)
 
 
 def _states(k: Tensor, total: Tensor, fresh: Tensor, erase: Tensor) -> Tensor:

@@ -60,6 +60,10 @@ class Mix(nn.Module):
         step = torch.empty_like(self.dt_bias).uniform_(low, high).exp_()
         self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # softplus(dt_bias) = step
 
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, H, K]."""
+        return x.reshape(*x.shape[:-1], self.heads, self.channels)
+
     def forward(self, x: Tensor) -> Tensor:
         x = _compute(x)
         batch, length, width = x.shape
@@ -69,8 +73,8 @@ class Mix(nn.Module):
         decay = self.decay_up(self.decay_down(x))
         gate = self.gate_up(self.gate_down(x))
         with torch.autocast(x.device.type, enabled=False):
-            q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in qkv.float().split(width, -1))
-            g = F.softplus(decay.float() + self.dt_bias).unflatten(-1, (self.heads, -1))
+            q, k, v = (self._heads(part) for part in torch.split(qkv.float(), width, -1))
+            g = self._heads(F.softplus(decay.float() + self.dt_bias))
             g = g * -self.A_log.exp().unsqueeze(-1)
             q, k = F.normalize(q, dim=-1, eps=EPS), F.normalize(k, dim=-1, eps=EPS)
             mixed = self.norm(self.core(q, k, v, g, beta.float().sigmoid()))

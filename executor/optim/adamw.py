@@ -1,10 +1,10 @@
 """AdamW of separately rounded operations, so that ranks on unlike hardware stay identical bit for bit.
 
-Why not torch.optim.AdamW: it is built of lerp, addcmul and addcdiv, which use fused multiply-adds on one machine and not
-on another, and foreach or single forms round differently. Replicated over unlike ranks the weights then drift apart.
-Here every operation is one IEEE multiplication, addition, subtraction, division or square root an element, each correctly
-rounded on every device; scalars are reciprocals computed once on the host, since a division by a host scalar is itself
-a multiplication on some devices; the bias corrections are running products, since pow is not exact in every libm.
+Why not torch.optim.AdamW: it is built of lerp, addcmul and addcdiv, which use fused multiply-adds on one machine and
+not on another, and foreach or single forms round differently. Replicated over unlike ranks the weights then drift
+apart. Here every operation is one IEEE multiplication, addition, subtraction, division or square root an element, each
+correctly rounded on every device; scalars are reciprocals computed once on the host, since a division by a host scalar
+is itself a multiplication on some devices; bias corrections are running products, since pow is not exact in every libm.
 
 The mathematics are those of decoupled AdamW (arXiv 1711.05101): with gradient x and step t,
     m = b1 m + (1-b1) x    v = b2 v + (1-b2) x^2    p = p (1 - lr wd) - lr / (1-b1^t) m / (sqrt(v) / sqrt(1-b2^t) + eps)

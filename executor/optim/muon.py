@@ -96,7 +96,7 @@ class Muon:
             batch = self._nesterov(members, buffer)
             batch = orthogonalise(batch, self.ns_steps, self.ns_dtype)
             sizes = [math.prod(self.parameters[i].shape[:-2]) for i in members]
-            for i, update in zip(members, batch.split(sizes), strict=True):
+            for i, update in zip(members, torch.split(batch, sizes), strict=True):
                 computed[i] = update.reshape(self.parameters[i].shape)
         return [computed[i] for i in self.owned]
 
@@ -132,7 +132,7 @@ class Muon:
         state: dict[str, Any] = {}
         for members, buffer in zip(self._groups, self._buffers, strict=True):
             sizes = [math.prod(self.parameters[i].shape[:-2]) for i in members]
-            for i, part in zip(members, buffer.split(sizes), strict=True):
+            for i, part in zip(members, torch.split(buffer, sizes), strict=True):
                 state[self.names[i]] = part.reshape(self.parameters[i].shape)
         return state
 

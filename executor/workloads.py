@@ -1,0 +1,173 @@
+"""From the words of the command line to a workload and its configuration.
+
+``resolve`` finds what stands behind ``--model``: an entry point of the group ``dormouse.workloads``, or
+``module:attribute``. ``configure`` reads ``--set KEY=VALUE`` text into typed, range-checked values of two halves, the
+model's keys and the runtime's. Every fault of the user is a BadWorkload that names the key and what is known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from math import isfinite
+from typing import Any
+
+from planner.door import BadWorkload, ConfigRow, KernelRow, Key, Sizes, Value, Workload
+
+GROUP = "dormouse.workloads"
+
+RUNTIME: tuple[Key, ...] = (
+    Key("muon_lr", "float", 0.02, "peak learning rate of Muon", 0.0, 10.0),
+    Key("adamw_lr", "float", 0.003, "peak learning rate of AdamW", 0.0, 10.0),
+    Key("muon_momentum", "float", 0.95, "momentum of Muon", 0.0, 0.9999),
+    Key("weight_decay", "float", 0.01, "decoupled, on tensors of two dimensions or more", 0.0, 10.0),
+    Key("ns_steps", "int", 5, "Newton-Schulz steps", 1, 20),
+    Key("ns_dtype", "choice", "auto", "dtype of Newton-Schulz", choices=("auto", "fp32", "bf16")),
+    Key("clip", "float", 1.0, "bound on the norm of the fleet's gradient; 0 is no bound", 0.0, 1e9),
+    Key("warmup", "int", 5, "steps of linear warm-up", 0, 10**9),
+    Key("final_lr", "float", 0.1, "fraction of the peak at the last step, by linear decay", 0.0, 1.0),
+    Key("nonfinite", "choice", "stop", "what a gradient that is not finite does", choices=("stop", "skip")),
+    Key("fingerprint_every", "int", 1, "steps between comparisons of the ranks' weights; 0 is never", 0, 10**9),
+    Key("eval_every", "int", 0, "steps between evaluations; 0 is only at the end", 0, 10**9),
+    Key("eval_windows", "int", 16, "held-out windows an evaluation reads", 1, 10**6),
+    Key("log_every", "int", 10, "steps between log lines", 1, 10**9),
+    Key("warmup_steps_unmeasured", "int", 2, "first steps outside the measuring window", 0, 10**6),
+)
+
+
+def resolve(spec: str) -> Workload:
+    """The workload of a preset's name or of ``module:attribute``. Raises BadWorkload."""
+    presets = {point.name: point for point in entry_points(group=GROUP)}
+    if spec in presets:
+        found: Any = presets[spec].load()
+    elif ":" in spec:
+        found = _attribute(spec)
+    else:
+        raise BadWorkload(f"no model {spec!r}{_hint(spec, presets)}; a model of your own is named module:attribute")
+    if isinstance(found, Workload) and not isinstance(found, type):
+        return found
+    if callable(found):
+        return Module(spec, found)
+    raise BadWorkload(f"{spec} is a {type(found).__name__}; it must be a workload, or a callable that gives a module")
+
+
+def _attribute(spec: str) -> Any:
+    module_name, _, path = spec.partition(":")
+    with _working_folder_last():
+        try:
+            found: Any = importlib.import_module(module_name)
+        except Exception as error:  # the module is the user's: whatever it raises is told in one line
+            what = f"{type(error).__name__}: {error}"
+            raise BadWorkload(f"--model {spec}: cannot import {module_name!r}: {what}") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise BadWorkload(f"--model {spec}: {found.__name__!r} has no attribute {part!r}")
+        found = getattr(found, part)
+    return found
+
+
+@contextmanager
+def _working_folder_last() -> Iterator[None]:
+    """The working folder at the end of the import path, so that it can add modules but shadow none."""
+    folder = os.getcwd()
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
+
+
+def _default_sizes() -> Sizes:
+    return {"batch": 4, "seq": 128, "steps": 60}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A user's own module behind the door: a class or function whose parameters with defaults are the keys."""
+
+    name: str
+    factory: Any
+    sizes: Sizes = field(default_factory=_default_sizes)
+    depth: str | None = None
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """One key for each parameter; raises BadWorkload where a parameter has no int, float or str default."""
+        found = []
+        for name, parameter in inspect.signature(self.factory).parameters.items():
+            default = parameter.default
+            if isinstance(default, bool) or not isinstance(default, int | float | str):
+                raise BadWorkload(f"{self.name}: parameter {name!r} needs a default that is an int, float or str")
+            kind = {int: "int", float: "float", str: "text"}[type(default)]
+            found.append(Key(name, kind, default, f"default of {self.name}"))  # type: ignore[arg-type]
+        return tuple(found)
+
+    @property
+    def kernels(self) -> Mapping[str, Sequence[KernelRow]]:
+        """A plain module requires no kernel."""
+        return {}
+
+    def build(self, config: Mapping[str, Value], kernels: Mapping[str, str]) -> Any:
+        """Call the factory with the model half of the configuration."""
+        return self.factory(**{key.name: config[key.name] for key in self.keys})
+
+
+def configure(workload: Workload, settings: Mapping[str, str]) -> dict[str, ConfigRow]:
+    """Every key of both halves, resolved: model keys first, then the runtime's. Raises BadWorkload."""
+    keys = {key.name: key for key in (*workload.keys, *RUNTIME)}
+    if len(keys) != len(workload.keys) + len(RUNTIME):
+        clash = sorted({key.name for key in workload.keys} & {key.name for key in RUNTIME})
+        raise BadWorkload(f"{workload.name} names keys that belong to the runtime: {', '.join(clash)}")
+    for name in settings:
+        if name not in keys:
+            raise BadWorkload(f"no key {name!r} to set{_hint(name, keys)}")
+    rows: dict[str, ConfigRow] = {}
+    for name, key in keys.items():
+        asked = read(key, settings[name]) if name in settings else None
+        why = f"--set {name}={settings[name]}" if asked is not None else key.why
+        rows[name] = {"asked": asked, "chosen": key.default if asked is None else asked, "why": why}
+    return rows
+
+
+def values(rows: Mapping[str, ConfigRow]) -> dict[str, Value]:
+    """The chosen value of each key."""
+    return {name: row["chosen"] for name, row in rows.items()}
+
+
+def read(key: Key, text: str) -> Value:
+    """One value of its key's type and range. Raises BadWorkload naming the key, the text and what is allowed."""
+    if key.kind == "text":
+        return text
+    if key.kind == "choice":
+        if text not in key.choices:
+            raise BadWorkload(f"{key.name}={text}: must be one of {', '.join(key.choices)}")
+        return text
+    try:
+        # int() and float() take "1_0" and blanks, which no one means
+        if "_" in text or text != text.strip():
+            raise ValueError(text)
+        value: int | float = int(text) if key.kind == "int" else float(text)
+    except ValueError:
+        kind = "a whole number" if key.kind == "int" else "a number"
+        raise BadWorkload(f"{key.name}={text}: must be {kind}") from None
+    low, high = key.low, key.high
+    if not isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
+        raise BadWorkload(f"{key.name}={text}: must be within {_bound(low, '-inf')} and {_bound(high, 'inf')}")
+    return value
+
+
+def _bound(limit: float | None, otherwise: str) -> str:
+    return otherwise if limit is None else f"{limit:g}"
+
+
+def _hint(word: str, known: Mapping[str, Any]) -> str:
+    close = get_close_matches(word, known, n=1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    return f"{meant}; known: {', '.join(sorted(known))}"
