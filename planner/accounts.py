@@ -87,7 +87,7 @@ def _subprocess(data: bytes) -> bytes:
         return done.stdout
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"]
     if done.returncode == 2:
-        raise Usage(lines[-1])
+        raise Usage(lines[-1].removeprefix("dormouse: "))
     raise Usage(f"executor.account ended with {done.returncode}: {lines[-1]}")
 
 

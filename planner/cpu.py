@@ -163,9 +163,9 @@ def _groups(root: Path, controller: str) -> list[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        base = root / "sys/fs/cgroup" / (controller if controllers else "")
         steps = [part for part in path.split("/") if part not in ("", "..")]
-        folders += [base.joinpath(*steps[:depth]) for depth in range(len(steps) + 1)]
+        for base in {root / "sys/fs/cgroup" / name for name in ((controller, controllers) if controllers else ("",))}:
+            folders += [base.joinpath(*steps[:depth]) for depth in range(len(steps) + 1)]
     return folders
 
 

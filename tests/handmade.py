@@ -110,7 +110,8 @@ _REJECTED = [{"option": "muon_state_bf16", "why": "inexact", "saves_bytes": 2**2
 
 
 def _memory(batch: int) -> dict[str, Any]:
-    names = "masters gradients muon_momentum adamw_state buckets update backward_peak optimizer_peak limit".split()
+    names = ("masters", "gradients", "muon_momentum", "adamw_state", "buckets", "update", "backward_peak")
+    names += ("optimizer_peak", "limit")
     parts = {name: _assumed(3 * 2**20, "B") for name in names}
     parts["activations"] = _computed(batch * 2**20, "B", "/ranks/0/batch")
     parts["peak"] = _computed(2**30, "B", "/ranks/0/memory/activations", low=2**29, high=2**31, measurable=True)
