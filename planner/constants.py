@@ -34,9 +34,6 @@ BUCKETS_WANTED = 8
 SMALLEST_BUCKET_BYTES = 4 * MEBI
 LARGEST_BUCKET_BYTES = 128 * MEBI
 
-# The share of forward and backward that is backward: two of its three products a layer.
-BACKWARD_SHARE = 2 / 3
-
 CPU_FLOPS_PER_LANE = Assumed(
     2.0, 0.6, 4.0, "FLOP/cycle", "one fused multiply-add a lane and cycle; small products reach less, two ports more"
 )

@@ -15,6 +15,7 @@ MASTER_BYTES = 4
 GRADIENT_BYTES = 4
 MOMENTUM_BYTES = 4
 ADAMW_BYTES = 8
+BACKWARD_SHARE = 2 / 3  # of forward and backward: two of a layer's three products
 
 
 def polynomial(form: Mapping[str, float], b: int, t: int, granule: int) -> float:
@@ -32,6 +33,13 @@ def seconds(kind: str, flops: float, moved: float, launches: float, rates: Seque
     products, bandwidth, launch = rates
     work = flops / products + moved / bandwidth
     return launches * launch + work if kind == "cpu" else max(launches * launch, work)
+
+
+def exposed_seconds(own: float, slowest: float, all_reduce: float, buckets: float) -> float:
+    """The part of the all-reduce that a rank of compute time ``own`` waits for: the slowest rank's lag, and what is not
+    hidden. All buckets but the last may hide behind backward, which is 2/3 of compute."""
+    hidden = (buckets - 1) / buckets * min(all_reduce, BACKWARD_SHARE * own)
+    return slowest - own + all_reduce - hidden
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,12 @@ class Rank:
             total[key] += sum(shapes[name][key] for name in names)
         total["launches"] += sum(shapes[name]["launches"] for name in set(names))
         return total
+
+    def update_seconds(self) -> float:
+        """The optimizer's step, without sending updates. The rank's rates must be known."""
+        assert self.rates is not None
+        work = self.update_work()
+        return seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
 
     def compute_seconds(self, b: int, t: int, mechanisms: Collection[str] = ()) -> float:
         """t_r(b): forward and backward without exchange. The rank's rates must be known."""

@@ -37,14 +37,29 @@ def exchange(
     ledger.compute(
         "/exchange/seconds",
         "s",
-        lambda volume, buckets, latency, rate: buckets * 2 * (world - 1) * latency + volume / rate,
-        ["/exchange/volume", "/exchange/buckets", *link],
+        lambda payload, buckets, latency, rate: all_reduce_seconds(payload, world, rate, latency, buckets),
+        ["/exchange/payload", "/exchange/buckets", *link],
         "ring all-reduce: 2(P-1) steps of latency a bucket, and the volume over the link",
         measurable=True,
     )
     if "owners" in ledger.draft["exchange"]:
         _owners(ledger, account, world, link)
     return ledger.draft
+
+
+def ring_volume(payload: float, world: int) -> float:
+    """Bytes that each rank of a ring all-reduce sends: a reduce-scatter and an all-gather of 1/P slices."""
+    return 2 * (world - 1) / world * payload
+
+
+def all_reduce_seconds(payload: float, world: int, rate: float, latency: float, buckets: float) -> float:
+    """Time of a ring all-reduce of ``payload`` bytes over a link of ``rate`` B/s, in so many buckets."""
+    return buckets * 2 * (world - 1) * latency + ring_volume(payload, world) / rate
+
+
+def all_gather_seconds(share: float, world: int, rate: float, latency: float) -> float:
+    """Time of a ring all-gather in which every rank sends ``share`` bytes of its own."""
+    return (world - 1) * (latency + share / rate)
 
 
 def _payload(ledger: Ledger, world: int) -> None:
@@ -62,7 +77,7 @@ def _payload(ledger: Ledger, world: int) -> None:
     why = "fp32 gradient bytes / bucket bytes, rounded up: at least so many, since a tensor is never cut"
     ledger.compute("/exchange/buckets", "", lambda n, size: -(-4 * n // size), gradients, why)
     why = f"2(P-1)/P payloads a rank, P = {world}"
-    ledger.compute("/exchange/volume", "B", lambda n: round(2 * (world - 1) / world * n), ["/exchange/payload"], why)
+    ledger.compute("/exchange/volume", "B", lambda n: round(ring_volume(n, world)), ["/exchange/payload"], why)
 
 
 def _link(ledger: Ledger) -> None:
@@ -112,7 +127,7 @@ def _owners(ledger: Ledger, account: Mapping[str, Json], world: int, link: list[
     ledger.compute(
         "/exchange/owners_seconds",
         "s",
-        lambda payload, latency, rate: (world - 1) * (latency + payload / rate),
+        lambda payload, latency, rate: all_gather_seconds(payload, world, rate, latency),
         ["/exchange/owners_payload", *link],
         "ring all-gather: P-1 steps of one rank's share",
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from schemas.document import decision, is_decision, is_reading, reading, resolve, unknown
@@ -45,7 +46,8 @@ class Ledger:
         """Put the reading ``formula(*values of inputs)`` at ``pointer`` and return its value.
 
         A formula over an unknown is unknown. Where an input carries low and high, the result's are the least and the
-        greatest over all corners of the inputs' ranges: exact for formulas monotone in each input.
+        greatest over all corners of the inputs' ranges: exact for formulas monotone in each input. An input that is
+        named twice is one input.
         """
         items = [resolve(self.draft, source) for source in inputs]
         missing = [source for source, item in zip(inputs, items, strict=True) if is_unknown(item)]
@@ -54,7 +56,7 @@ class Ledger:
             self.put(pointer, unknown(unit, why, inputs=inputs, measurable=measurable))
             return None
         value = formula(*[plain(item) for item in items])
-        low, high = _range(formula, items)
+        low, high = _range(formula, inputs, items)
         item = reading(value, unit, "computed", why, inputs=inputs, low=low, high=high, measurable=measurable)
         return self.put(pointer, item)["value"]
 
@@ -87,15 +89,30 @@ def is_unknown(item: Json) -> bool:
     return is_reading(item) and item["value"] is None
 
 
-def _range(formula: Callable[..., Any], items: Sequence[Json]) -> tuple[float | None, float | None]:
-    ends = [sorted({item["low"], item["high"]}) if _has_range(item) else [plain(item)] for item in items]
-    corners = 1
-    for choices in ends:
-        corners *= len(choices)
-    if corners == 1 or corners > _MOST_CORNERS:
+def _range(
+    formula: Callable[..., Any], inputs: Sequence[str], items: Sequence[Json]
+) -> tuple[float | None, float | None]:
+    named = dict(zip(inputs, items, strict=True))
+    ends = [sorted({item["low"], item["high"]}) if _has_range(item) else [plain(item)] for item in named.values()]
+    if all(len(choices) == 1 for choices in ends):
         return None, None
-    values = [formula(*corner) for corner in itertools.product(*ends)]
+    values = []
+    for corner in _corners(ends):
+        chosen = dict(zip(named, corner, strict=True))
+        values.append(formula(*[chosen[source] for source in inputs]))
     return min(values), max(values)
+
+
+def _corners(ends: list[list[Any]]) -> Iterator[tuple[Any, ...]]:
+    """All corners; of too many, those that leave at most one input apart from the others: a range from within."""
+    if math.prod(map(len, ends)) <= _MOST_CORNERS:
+        yield from itertools.product(*ends)
+        return
+    for side, other in ((0, -1), (-1, 0)):
+        corner = [choices[side] for choices in ends]
+        yield tuple(corner)
+        for place, choices in enumerate(ends):
+            yield (*corner[:place], choices[other], *corner[place + 1 :])
 
 
 def _has_range(item: Json) -> bool:

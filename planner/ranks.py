@@ -61,24 +61,24 @@ def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float 
     """
     entry, pointer = ledger.draft["ranks"][place], f"/ranks/{place}/memory/limit"
     free = f"{device_pointer(ledger.draft, entry)}/memory_free"
-    sharing = _sharing(ledger.draft, entry)
+    ranks = sharing(ledger.draft, entry)
     budget = per_rank(request["fit"], entry["members"][0])
     margin, headroom = constants.FREE_MARGIN_BYTES, constants.FIT_HEADROOM
-    rest = f"free memory / {sharing} - 512 MiB" if sharing > 1 else "free memory - 512 MiB"
+    rest = f"free memory / {ranks} - 512 MiB" if ranks > 1 else "free memory - 512 MiB"
     if not isinstance(budget, int):
-        limit: float | None = ledger.compute(pointer, "B", lambda n: int(n / sharing - margin), [free], rest)
+        limit: float | None = ledger.compute(pointer, "B", lambda n: int(n / ranks - margin), [free], rest)
     elif ledger.value(free) is None:
         limit = int(headroom * budget)
         why = f"0.9 of the budget of {budget} B; free memory is unknown and could be less"
         ledger.put(pointer, reading(limit, "B", "declared", why))
     else:
         why = f"the smaller of 0.9 x {budget} B and {rest}"
-        limit = ledger.compute(pointer, "B", lambda n: int(min(headroom * budget, n / sharing - margin)), [free], why)
+        limit = ledger.compute(pointer, "B", lambda n: int(min(headroom * budget, n / ranks - margin)), [free], why)
     return limit
 
 
-def _sharing(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> int:
-    """How many ranks draw on the memory of ``entry``'s device: all CPU ranks of the node, or one a card."""
+def sharing(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> int:
+    """How many ranks draw on the cores and memory of ``entry``'s device: all CPU ranks of the node, or one a card."""
     device = next(item for item in draft["fleet"]["devices"].values() if entry["devices"][0] in item["ids"])
     if device["kind"] != "cpu":
         return 1

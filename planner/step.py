@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
-from planner import constants
-from planner.cost import Rank, seconds
+from planner.cost import exposed_seconds, seconds
+from planner.gain import gains
 from planner.ledger import Ledger
 from planner.ranks import kind_of, rank_facts, world_size
 from schemas.document import reading, resolve, unknown
@@ -32,8 +31,8 @@ def step(
         _total(ledger, place)
     _fleet(ledger)
     if fleet:
-        _gains(ledger, request, account)
-    _regime(ledger, account)
+        gains(ledger, account)
+    _regime(ledger)
     _verdict(ledger)
     return ledger.draft
 
@@ -69,18 +68,12 @@ def _compute(ledger: Ledger, place: int) -> None:
 
 
 def _exchange(ledger: Ledger, place: int) -> None:
-    """The exposed part of the all-reduce: the wait for the slowest rank, and what backward does not hide."""
-    base, count = f"/ranks/{place}", len(ledger.draft["ranks"])
-    computes = [f"/ranks/{other}/step/compute" for other in range(count)]
-
-    def exposed(own: float, total: float, buckets: float, *all_computes: float) -> float:
-        hidden = (buckets - 1) / buckets * min(total, constants.BACKWARD_SHARE * own)
-        return max(all_computes) - own + total - hidden
-
+    base = f"/ranks/{place}"
+    computes = [f"/ranks/{other}/step/compute" for other in range(len(ledger.draft["ranks"]))]
     ledger.compute(
         f"{base}/step/exchange",
         "s",
-        exposed,
+        lambda own, total, buckets, *all_computes: exposed_seconds(own, max(all_computes), total, buckets),
         [f"{base}/step/compute", "/exchange/seconds", "/exchange/buckets", *computes],
         "wait for the slowest rank + all-reduce - what all buckets but the last hide behind backward (2/3 of compute)",
         measurable=True,
@@ -109,49 +102,7 @@ def _fleet(ledger: Ledger) -> None:
     ledger.compute(pointer, "tokens/s", lambda n, s: n / s, sources, why, measurable=True)
 
 
-def _gains(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> None:
-    """The step of an even split of the same global batch, and of the best card with all of it alone."""
-    entries = ledger.draft["ranks"]
-    ranks = [rank_facts(ledger.draft, account, place) for place in range(len(entries))]
-    rates = [f"/ranks/{place}/rates/products" for place in range(len(entries))]
-    if any(rank.rates is None for rank in ranks):
-        for name in ("even", "best"):
-            ledger.put(f"/step/gain_over_{name}", unknown("", "a rank's rates are unknown", inputs=rates))
-        return
-    total, world = ledger.value("/step/global_batch"), world_size(ledger.draft)
-    computes = [entry["step"]["compute"]["value"] for entry in entries]
-
-    def part(place: int, samples: float) -> float:
-        """Seconds of entry ``place`` with ``samples`` sequences, a fraction taken between its neighbours."""
-        low, length = max(1, int(samples)), entries[place]["seq"]["chosen"]
-        at, after = (ranks[place].compute_seconds(b, length) for b in (low, low + 1))
-        return at + (after - at) * (samples - low)
-
-    even_compute = max(part(place, total / world) for place in range(len(entries)))
-    inputs = ["/step/seconds", "/step/global_batch", *rates]
-    shared = ledger.value("/step/seconds")
-    even = None if shared is None else shared - max(computes) + even_compute
-    alone = min(part(place, total) + _alone_optimizer(ranks[place]) for place in range(len(entries)))
-    _gain(ledger, "even", "even_seconds", even, inputs, "the same global batch split evenly")
-    _gain(ledger, "best", "best_alone_seconds", alone, inputs, "the best card alone with the whole global batch")
-
-
-def _alone_optimizer(rank: Rank) -> float:
-    assert rank.rates is not None
-    work = dataclasses.replace(rank, owned=tuple(range(len(rank.account["matrices"]))), world=1).update_work()
-    return seconds(rank.kind, work["flops"], work["bytes"], work["launches"], rank.rates)
-
-
-def _gain(ledger: Ledger, name: str, pointer: str, value: float | None, inputs: list[str], why: str) -> None:
-    if value is None:
-        ledger.put(f"/step/gain_over_{name}", unknown("", f"the step is unknown ({why})", inputs=inputs))
-        return
-    ledger.put(f"/step/{pointer}", reading(float(value), "s", "computed", f"step time of {why}", inputs=inputs))
-    sources = [f"/step/{pointer}", "/step/seconds"]
-    ledger.compute(f"/step/gain_over_{name}", "", lambda other, this: other / this, sources, f"against {why}")
-
-
-def _regime(ledger: Ledger, account: Mapping[str, Json]) -> None:
+def _regime(ledger: Ledger) -> None:
     """What the step's time is mostly made of, on the slowest rank."""
     parts = _parts_of_slowest(ledger)
     if parts is None:
@@ -197,5 +148,5 @@ def _verdict(ledger: Ledger) -> None:
         inputs = ["/step/gain_over_best", "/step/gain_over_even"]
         even = ledger.value("/step/gain_over_even")
         more = "faster" if gain["value"] >= 1 else "SLOWER"
-        text = f"{gain['value']:.3g}x the best card alone ({more} than one card), {even:.3g}x an even split"
+        text = f"{gain['value']:.3g}x the best device alone ({more} than it), {even:.3g}x an even split"
     ledger.put("/step/verdict", reading(text, "", "computed", "from the predicted step times", inputs=inputs))
