@@ -10,34 +10,44 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from planner import origin
 
 DONE, FAILED_OVER, UNUSABLE, REFUSED = 0, 1, 2, 3
-_SIGPIPE = 128 + 13
+_SIGINT, _SIGPIPE = 128 + 2, 128 + 13
 _DEFAULT_MODEL = "tiny"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a user's mistake is one message on stderr, never a traceback."""
+    if sys.stdout is None or sys.stderr is None:
+        return UNUSABLE  # started with one of them closed: there is nowhere to speak
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a plan may hold what this terminal cannot show
     try:
         origin.check(("schemas", "executor"), Path(__file__).resolve().parent.parent)
         code = _command(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
-        return code
     except origin.Shadowed as error:
         return _said(str(error))
     except BrokenPipeError:
-        # The reader went away, as head does. Python would complain once more while closing stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_stdout()  # the reader went away, as head does
         return _SIGPIPE
+    except OSError as error:
+        _abandon_stdout()
+        return _said(str(error))
     except KeyboardInterrupt:
-        return _said("stopped", 130)
+        return _said("stopped", _SIGINT)
+    return code
+
+
+def _abandon_stdout() -> None:
+    """Let what is still buffered go nowhere: Python would complain once more while closing stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _said(message: str, code: int = UNUSABLE) -> int:

@@ -15,12 +15,18 @@ Row = tuple[Sequence[str], str]
 _FILE_WIDTH = 240  # a file has no width; wide enough for the longest row that a plan makes
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the program with 1, which is the code of --fail-over: let the command decide instead."""
+        raise
+
+
 class Page:
     """What `show`, `diff` and the summary write on. Texts are shown as they are: no markup is read in them."""
 
     def __init__(self, stream: TextIO) -> None:
         width = None if stream.isatty() else _FILE_WIDTH
-        self._console = Console(file=stream, width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
+        self._console = _Console(file=stream, width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
 
     def line(self, text: str = "", style: str = "") -> None:
         """One line of text, wrapped only on a terminal."""

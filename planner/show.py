@@ -45,7 +45,8 @@ def asked(request: Mapping[str, Json]) -> str:
     for name, value in request.items():
         if name not in ("set", "data") and value not in (None, False, [], {}):
             option = "--" + name.replace("_", "-")
-            parts.append(option if value is True else f"{option} {_option(value)}")
+            shown = [f"{budget / 1e9:.6g}" for budget in value] if name == "fit" and isinstance(value, list) else value
+            parts.append(option if value is True else f"{option} {_option(shown)}")
     return clean(" ".join(parts)) or "nothing (every default)"
 
 

@@ -19,7 +19,7 @@ def summarise(plan: Plan, page: Page) -> None:
     work, step = plan["workload"], plan["step"]
     page.line(
         f"plan {plan['seal']['digest'][:12]}: {clean(work['model'])}, {told(work['steps'])} steps of"
-        f" {told(step['global_batch'])} sequences ({told(step['global_tokens'])} tokens)",
+        f" {told(step['global_batch'])} ({told(step['global_tokens'])})",
         "bold",
     )
     for rank in plan["ranks"]:

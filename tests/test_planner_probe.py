@@ -194,7 +194,7 @@ def test_a_record_or_card_given_twice_and_unlike_toolchains_are_refused(tmp_path
     cards = [FakeNvml(load("two_unlike")) for _ in range(2)]
     both = probe.record("auto", environ={}, cards=cards[0])
     one = probe.record("auto", environ={"CUDA_VISIBLE_DEVICES": "0"}, cards=cards[1])
-    with pytest.raises(Usage, match="GPU-b007.* is in two of the records"):
+    with pytest.raises(Usage, match=r"GPU-b007.* is in two of the records"):
         probe.record([_save(tmp_path, "c.json", both), _save(tmp_path, "d.json", one)])
     with pytest.raises(Usage, match="--benchmark"):
         probe.record([path], timed=True)

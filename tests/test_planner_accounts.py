@@ -1,0 +1,119 @@
+"""The account and its cache: made once, made again when what it was made from or the file itself has changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import accounts
+from planner.request import Usage
+from schemas.form import render
+from schemas.seal import seal
+
+FORM = {"one": 1, "b": 2, "t": 3, "bt": 4}
+COST = {"flops": FORM, "bytes": FORM, "launches": FORM, "saved": FORM, "peak": FORM}
+UPDATE = {"flops": 1, "bytes": 1, "launches": 1, "temporary": 1}
+
+
+def _account(model: str = "tiny") -> bytes:
+    return render(
+        seal(
+            {
+                "format": "dormouse.account",
+                "format_version": 1,
+                "made_from": {"model": model, "set": {}, "opt": "muon", "torch": "2", "source": "ab" * 32},
+                "digest": "cd" * 32,
+                "defaults": {"batch": 4, "seq": 128, "steps": 60},
+                "config": {"layers": {"asked": None, "chosen": 4, "why": "preset"}},
+                "granule": 16,
+                "parameters": {"muon": 1, "adamw": 1},
+                "tensors": {"muon": 1, "adamw": 1},
+                "matrices": [{"name": "w", "shape": [2, 2]}],
+                "shapes": {"2x2": UPDATE},
+                "adamw": UPDATE,
+                "compute": {"fp32": {"plain": COST}},
+                "kernels": {},
+                "mechanisms": {},
+            }
+        )
+    )
+
+
+class _Maker:
+    def __init__(self, answer: bytes) -> None:
+        self.answer, self.asked = answer, list[Any]()
+
+    def __call__(self, data: bytes) -> bytes:
+        self.asked.append(json.loads(data))
+        return self.answer
+
+
+def _said() -> tuple[list[str], Any]:
+    lines: list[str] = []
+    return lines, lines.append
+
+
+def test_an_account_is_made_once_and_then_read_from_the_cache(tmp_path: Path) -> None:
+    maker, (lines, say) = _Maker(_account()), _said()
+    first, second = (accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker) for _ in range(2))
+    assert first == second
+    assert maker.asked == [{"model": "tiny", "set": {}, "opt": "muon"}]
+    assert not lines
+
+
+def test_another_setting_optimizer_or_source_is_another_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker, (_, say) = _Maker(_account()), _said()
+    accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker)
+    accounts.account("tiny", {"layers": "2"}, "muon", say=say, folder=tmp_path, make=maker)
+    accounts.account("tiny", {}, "adamw", say=say, folder=tmp_path, make=maker)
+    monkeypatch.setattr(accounts, "source", lambda: {"executor": "edited"})
+    accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker)
+    assert len(maker.asked) == 4
+
+
+def test_a_corrupt_cached_account_is_said_and_made_again(tmp_path: Path) -> None:
+    maker, (lines, say) = _Maker(_account()), _said()
+    found = accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker)
+    (path,) = (tmp_path / "accounts").iterdir()
+    for broken in (b"", b"{", path.read_bytes().replace(b'"preset"', b'"Preset"')):
+        path.write_bytes(broken)
+        assert accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker) == found
+        assert "made again" in lines.pop()
+    assert len(maker.asked) == 4
+
+
+def test_a_users_own_module_is_never_cached_since_no_key_covers_its_source(tmp_path: Path) -> None:
+    maker, (_, say) = _Maker(_account("mine:Model")), _said()
+    for _ in range(2):
+        accounts.account("mine:Model", {}, "muon", say=say, folder=tmp_path, make=maker)
+    assert len(maker.asked) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_takes_no_file_is_said_and_planning_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "accounts").write_text("a file in the way")
+    maker, (lines, say) = _Maker(_account()), _said()
+    assert accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker)["granule"] == 16
+    assert "was not cached" in lines[0]
+
+
+def test_an_account_that_is_not_faithful_is_not_believed(tmp_path: Path) -> None:
+    _, say = _said()
+    with pytest.raises(Usage, match="no faithful account"):
+        accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=_Maker(b"{}"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_source_digest_covers_every_file_without_importing_it() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys; from planner import accounts; accounts.source(); print('executor' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert set(accounts.source()) == {"executor", "schemas"}

@@ -1,0 +1,202 @@
+"""The command as a person starts it: exit codes, one message a mistake, nothing on stdout when refused, and speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import handmade
+import pytest
+
+from planner import __main__ as front
+from planner import origin
+from schemas.form import render
+from schemas.store import load, write
+
+ROOT = Path(front.__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    write(tmp_path / "plan.json", handmade.plan())
+    return str(tmp_path / "plan.json")
+
+
+@pytest.fixture
+def run_plan(tmp_path: Path) -> str:
+    write(tmp_path / "run.json", handmade.run(handmade.plan(), {"/step/seconds": 0.2}))
+    return str(tmp_path / "run.json")
+
+
+def _start(*arguments: str, cwd: Path | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "planner", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, **more)
+
+
+def test_verify_show_and_diff_of_a_faithful_plan_are_done(plan: str, run_plan: str, capsys: Any) -> None:
+    for arguments in (["verify", plan], ["show", run_plan], ["diff", run_plan], ["diff", plan, run_plan]):
+        assert front.main(arguments) == 0
+        out, err = capsys.readouterr()
+        assert out
+        assert not err
+
+
+def test_fail_over_ends_with_one_and_the_rows_are_printed_all_the_same(plan: str, run_plan: str, capsys: Any) -> None:
+    assert front.main(["diff", run_plan, "--fail-over", "step=5"]) == 1
+    assert "misses by 113 %" in capsys.readouterr().out
+    assert front.main(["diff", run_plan]) == 0
+    assert front.main(["diff", plan, "--fail-over", "1000"]) == 1
+    assert front.main(["diff", plan]) == 0
+
+
+def test_json_is_a_document_of_the_diff_schema(run_plan: str, capsysbinary: Any) -> None:
+    assert front.main(["diff", "--format", "json", run_plan]) == 0
+    assert json.loads(capsysbinary.readouterr().out)["format"] == "dormouse.diff"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["show"], "required: PLAN"),
+        (["report"], "unrecognized arguments: report"),
+        (["--batch", "0"], "--batch is 0: the least is 1"),
+        (["--devices", "RTX3060"], "names of cards are not known yet"),
+        (["--devices", "nowhere.json"], "nowhere.json: cannot be read"),
+        (["--opt", "sgd"], "invalid choice"),
+        (["--calibrate", "p.json"], "not built yet"),
+        (["--data", "nowhere.txt"], "No such file"),
+        (["--model", "huge"], "huge"),
+        (["--set", "layers=many"], "layers"),
+    ],
+)
+def test_a_mistake_is_one_message_and_code_two(arguments: list[str], words: str, capsys: Any) -> None:
+    assert front.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert words in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_a_changed_byte_is_code_two_for_every_command(run_plan: str, tmp_path: Path, capsys: Any) -> None:
+    data = Path(run_plan).read_bytes()
+    broken = tmp_path / "broken.json"
+    broken.write_bytes(data.replace(b"made by hand", b"made by hanD", 1))
+    for arguments in (["verify"], ["show"], ["diff"], ["diff", run_plan]):
+        assert front.main([*arguments, str(broken)]) == 2
+        assert "was changed after sealing" in capsys.readouterr().err
+
+
+def test_two_plans_take_neither_limits_nor_a_run(plan: str, capsys: Any) -> None:
+    for more in (["--fail-over", "5"], ["--run", "0"]):
+        assert front.main(["diff", plan, plan, *more]) == 2
+        assert "not two plans" in capsys.readouterr().err
+
+
+def test_probe_prints_a_record_that_can_be_carried(tmp_path: Path, capsysbinary: Any) -> None:
+    assert front.main(["probe", "--devices", "cpu:2"]) == 0
+    path = tmp_path / "record.json"
+    path.write_bytes(capsysbinary.readouterr().out)
+    record = load(path, "dormouse.record")
+    assert front.main(["probe", "--devices", str(path)]) == 0
+    assert capsysbinary.readouterr().out == render(record)
+
+
+def test_compiling_prints_the_plan_on_stdout_and_the_summary_on_stderr(tmp_path: Path) -> None:
+    done = _start("--devices", "cpu:2", "--batch", "2", cwd=tmp_path)
+    assert done.returncode == 0
+    (tmp_path / "plan.json").write_text(done.stdout)
+    assert load(tmp_path / "plan.json")["request"]["batch"] == 2
+    assert "fit=off: est_peak=" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_carried_record_gives_the_same_bytes_each_time_whatever_its_file_is_called(tmp_path: Path) -> None:
+    record = _start("probe", "--devices", "cpu:2").stdout
+    plans = []
+    for name in ("one.json", "two.json"):
+        (tmp_path / name).write_text(record)
+        plans.append(_start("--devices", name, cwd=tmp_path).stdout)
+    assert plans[0] == plans[1] != ""
+    assert "one.json" not in plans[0]
+
+
+def test_a_refusal_is_code_three_with_nothing_on_stdout(capsys: Any) -> None:
+    assert front.main(["--devices", "cpu:2", "--shard", "fsdp"]) == 3
+    out, err = capsys.readouterr()
+    assert not out
+    assert "fsdp-muon" in err
+
+
+def test_a_reader_that_goes_away_is_no_traceback(run_plan: str) -> None:
+    command = f"'{sys.executable}' -m planner show '{run_plan}' | head -c 1; exit ${{PIPESTATUS[0]}}"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (0, 141)
+    assert not done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_message(run_plan: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "planner", "show", run_plan]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- what only reads a plan ---
+
+
+@pytest.mark.parametrize("arguments", [["show"], ["verify"], ["diff"]])
+def test_reading_a_plan_is_quick_and_imports_nothing_heavy(arguments: list[str], run_plan: str) -> None:
+    code = (
+        "import sys; from planner.__main__ import main; main(sys.argv[1:]);"
+        "print([m for m in ('torch', 'pynvml', 'numpy', 'executor', 'platformdirs') if m in sys.modules], file=sys.stderr)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        command = [sys.executable, "-c", code, *arguments, run_plan]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+        times.append(time.perf_counter() - start)
+        assert done.stderr.strip() == "[]"
+    assert min(times) <= 0.5
+
+
+# --- shadows ---
+
+
+def test_a_package_of_the_working_folder_that_shadows_ours_is_refused_and_not_run(plan: str, tmp_path: Path) -> None:
+    for name in ("schemas", "executor"):
+        folder = tmp_path / f"in_{name}"
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("print('the shadow ran')\n")
+        done = _start("verify", plan, cwd=folder)
+        assert done.returncode == 2
+        assert str(folder / name / "__init__.py") in done.stderr
+        assert "shadow ran" not in done.stdout + done.stderr
+
+
+def test_a_module_that_shadows_is_refused_and_a_mere_folder_is_none(plan: str, tmp_path: Path) -> None:
+    (tmp_path / "module").mkdir()
+    (tmp_path / "module" / "schemas.py").write_text("")
+    assert _start("verify", plan, cwd=tmp_path / "module").returncode == 2
+    (tmp_path / "folder" / "schemas").mkdir(parents=True)
+    assert _start("verify", plan, cwd=tmp_path / "folder").returncode == 0
+
+
+def test_packages_at_home_pass_and_unknown_ones_are_no_matter() -> None:
+    origin.check(("schemas", "executor", "there_is_no_such_package"), ROOT)
+    with pytest.raises(origin.Shadowed, match=r"schemas/__init__.py shadows"):
+        origin.check(("schemas",), ROOT / "tests")
