@@ -22,20 +22,20 @@ DEEPEST_NESTING = 32
 # fmt: off
 _ORDER = (
     "format", "format_version", "made_from", "request", "toolchain", "nodes", "fleet", "workload", "ranks", "id",
-    "ids", "node", "kind", "name", "uuid", "members", "devices", "model", "digest", "set", "opt", "data",
-    "weight", "length", "sha256", "threads", "capability", "rates", "dtype", "kernels", "batch", "seq", "steps",
-    "seed", "tokens", "token_weight", "mechanisms", "work", "memory", "exchange", "fit", "step", "capacity",
-    "fit_policy", "shard", "reduce", "benchmark", "calibrate", "config", "defaults", "granule", "parameters",
-    "tensors", "sources", "masters", "gradients", "muon_momentum", "adamw_state", "activations", "backend",
-    "reduce_dtype", "bucket_bytes", "payload", "volume", "buckets", "update", "backward_peak", "optimizer_peak",
-    "peak", "host", "limit", "global_batch", "global_tokens", "compute", "optimizer", "owners", "total", "rate",
-    "latency", "seconds", "owners_payload", "owners_seconds", "tokens_per_second", "regime", "even_seconds",
+    "ids", "node", "kind", "name", "uuid", "members", "devices", "model", "set", "opt", "data", "weight",
+    "length", "sha256", "threads", "capability", "rates", "dtype", "kernels", "batch", "seq", "steps", "seed",
+    "tokens", "token_weight", "mechanisms", "work", "memory", "exchange", "fit", "step", "capacity", "fit_policy",
+    "shard", "reduce", "benchmark", "calibrate", "config", "defaults", "granule", "parameters", "tensors",
+    "sources", "masters", "gradients", "muon_momentum", "adamw_state", "activations", "backend", "reduce_dtype",
+    "bucket_bytes", "payload", "volume", "buckets", "update", "backward_peak", "optimizer_peak", "peak", "host",
+    "limit", "global_batch", "global_tokens", "compute", "optimizer", "owners", "total", "rate", "latency",
+    "seconds", "owners_payload", "owners_seconds", "tokens_per_second", "regime", "even_seconds",
     "best_alone_seconds", "gain_over_even", "gain_over_best", "verdict", "asked", "option", "chosen", "predicted",
     "value", "low", "high", "unit", "outcome", "basis", "weakest", "statistic", "samples", "instrument",
     "readings", "decisions", "fallbacks", "counts", "start", "end", "reason", "final_loss", "bits_per_byte",
     "evaluations", "fingerprint", "fingerprints_compared", "skipped_steps", "conditions", "measured", "absent",
-    "inputs", "measurable", "rejected", "saves_bytes", "costs_seconds", "why", "source", "previous", "seal",
-    "locator", "runs",
+    "inputs", "measurable", "rejected", "saves_bytes", "costs_seconds", "why", "source", "previous", "digest",
+    "seal", "locator", "runs",
 )
 # fmt: on
 _PLACE = {key: place for place, key in enumerate(_ORDER)}

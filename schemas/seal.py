@@ -28,7 +28,7 @@ def seal(body: Mapping[str, Json]) -> dict[str, Json]:
     """``body`` with weakest bases, counts and seal set anew; a plan also gets its empty list of runs."""
     document = {key: value for key, value in body.items() if key not in (*UNSEALED, "counts")}
     document["counts"] = tally(settle(document))
-    document["seal"] = {"digest": canonical_digest(document), "locator": _locator(document)}
+    document["seal"] = {"digest": canonical_digest(document), "locator": locator(document)}
     if document.get("format") == "dormouse.plan":
         document["runs"] = []
     return document
@@ -38,7 +38,7 @@ def append_run(plan: Mapping[str, Json], run: Mapping[str, Json]) -> dict[str, J
     """``plan`` with ``run`` chained on: its digest covers itself and, by ``previous``, all before it."""
     runs = list(plan["runs"])
     linked = {**run, "previous": runs[-1]["digest"] if runs else plan["seal"]["digest"]}
-    linked |= {"digest": canonical_digest(linked), "locator": _locator(linked, _RUN_LEVEL)}
+    linked |= {"digest": canonical_digest(linked), "locator": locator(linked, _RUN_LEVEL)}
     return {**plan, "runs": [*runs, linked]}
 
 
@@ -51,7 +51,7 @@ def verify(document: Mapping[str, Json], name: str) -> None:
     body = {key: value for key, value in document.items() if key not in UNSEALED}
     if canonical_digest(body) != document["seal"]["digest"]:
         raise Unfaithful(f"{name}: {_where_sealed(body, document['seal'])}")
-    if _locator(body) != document["seal"]["locator"]:
+    if locator(body) != document["seal"]["locator"]:
         raise Unfaithful(f"{name}: /seal/locator: was changed; the sealed body is whole")
     _verify_bases(document, name)
     _verify_counts(document, name)
@@ -66,7 +66,11 @@ def _where_sealed(body: Mapping[str, Json], stored: Mapping[str, str]) -> str:
 
 
 def _verify_bases(document: Mapping[str, Json], name: str) -> None:
-    for pointer, found in weakest_bases(document).items():
+    try:
+        bases = weakest_bases(document)
+    except Unfaithful as error:
+        raise Unfaithful(f"{name}: {error}") from None
+    for pointer, found in bases.items():
         stated = resolve(document, pointer)["weakest"]
         if stated != found:
             raise Unfaithful(f"{name}: {pointer}: says its weakest basis is {stated}; its inputs say {found}")
@@ -91,7 +95,7 @@ def _verify_runs(document: Mapping[str, Json], name: str) -> None:
             line = _changed_line(linked, run["locator"], _RUN_LEVEL)
             at = "/digest" if line is None else f": line {_first_line(document, place) + 1 + line}"
             raise Unfaithful(f"{where}{at}: was changed after recording")
-        if _locator(linked, _RUN_LEVEL) != run["locator"]:
+        if locator(linked, _RUN_LEVEL) != run["locator"]:
             raise Unfaithful(f"{where}/locator: was changed; the run is whole")
         _verify_predictions(document, run["measured"], where)
         previous = run["digest"]
@@ -108,15 +112,16 @@ def _verify_predictions(document: Mapping[str, Json], measured: Mapping[str, Jso
             raise Unfaithful(f"{where}/measured: {label}: predicted {line['predicted']}, but the plan says {planned}")
 
 
-def _locator(block: Mapping[str, Json], level: int = 0) -> str:
+def locator(block: Mapping[str, Json], level: int = 0) -> str:
+    """A CRC-16, four hex digits, of each inner line of ``block`` as it stands ``level`` levels deep."""
     return "".join(f"{binascii.crc_hqx(line, 0xFFFF):04x}" for line in inner_lines(block, level))
 
 
-def _changed_line(block: Mapping[str, Json], locator: str, level: int = 0) -> int | None:
-    """The place of the first line of ``block`` that does not have its CRC in ``locator``; None when all have."""
-    found = _locator(block, level)
-    for place in range(0, max(len(found), len(locator)), 4):
-        if found[place : place + 4] != locator[place : place + 4]:
+def _changed_line(block: Mapping[str, Json], stored: str, level: int = 0) -> int | None:
+    """The place of the first line of ``block`` that does not have its CRC in ``stored``; None when all have."""
+    found = locator(block, level)
+    for place in range(0, max(len(found), len(stored)), 4):
+        if found[place : place + 4] != stored[place : place + 4]:
             return place // 4
     return None
 

@@ -84,7 +84,7 @@ def record(path: str | os.PathLike[str], digest: str, run: Mapping[str, Json]) -
         write(target, append_run(plan, run))
 
 
-def refuse_unwritable(path: str | os.PathLike[str]) -> str | None:
+def unwritable_reason(path: str | os.PathLike[str]) -> str | None:
     """Why no document could be written at ``path``, found by making and removing a file beside it; None if one can."""
     folder = Path(os.path.realpath(path)).parent
     try:

@@ -1,0 +1,170 @@
+"""The seal, the chain of runs, and documents on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from schemas import store
+from schemas.form import Unfaithful, parse, render
+from schemas.seal import append_run, canonical_digest, locator
+from tests.worlds import compiled, recorded_plan, run_of
+
+
+@pytest.fixture(scope="module")
+def plan() -> dict:
+    base = compiled()
+    return append_run(append_run(base, run_of(base)), run_of(base, id="run-2"))
+
+
+def _message(data: bytes) -> str:
+    with pytest.raises(Unfaithful) as caught:
+        store.loads(data, "dormouse.plan", "plan.json")
+    return str(caught.value)
+
+
+def test_a_plan_with_runs_is_read_back_whole(plan: dict) -> None:
+    assert store.loads(render(plan), "dormouse.plan", "plan.json") == parse(render(plan), "x")
+
+
+def test_any_one_byte_changed_is_found_and_placed(plan: dict) -> None:
+    data, draw = render(plan), random.Random(0)
+    for place in draw.sample(range(len(data)), 250):
+        other = draw.choice([byte for byte in b'07x "{,' if byte != data[place]])
+        message = _message(data[:place] + bytes([other]) + data[place + 1 :])
+        assert re.match(r"plan\.json: (line \d+|byte \d+|/)", message), message
+
+
+def test_a_changed_digit_is_traced_to_its_line(plan: dict) -> None:
+    lines = render(plan).decode().split("\n")
+    number = next(place for place, line in enumerate(lines) if line.lstrip().startswith('"masters"'))
+    lines[number] = re.sub(r'"value": \d', '"value": 9', lines[number])
+    assert f"line {number + 1}: was changed after sealing" in _message("\n".join(lines).encode())
+
+
+def test_a_changed_measurement_is_traced_to_its_run_and_line(plan: dict) -> None:
+    lines = render(plan).decode().split("\n")
+    number = [place for place, line in enumerate(lines) if '"instrument"' in line][-1]
+    lines[number] = lines[number].replace('"samples": 18', '"samples": 19')
+    assert f"/runs/1: line {number + 1}: was changed after recording" in _message("\n".join(lines).encode())
+
+
+@pytest.mark.parametrize(
+    ("pointer", "value", "says"),
+    [
+        ("/counts/fallbacks", 3, "/counts/fallbacks: says 3; the body holds 0"),
+        ("/counts/dtype/bf16", 1, "/counts/dtype: says"),
+        ("/ranks/0/step/compute/weakest", "probed", "/ranks/0/step/compute: says its weakest basis is probed"),
+        ("/ranks/0/step/compute/inputs/0", "/ranks/9", "/ranks/0/step/compute: its input /ranks/9 names nothing"),
+        ("/ranks/0/surprise", 1, "/ranks/0: Additional properties are not allowed"),
+        ("/ranks/0/dtype/outcome", "hoped", "/ranks/0/dtype/outcome: 'hoped' is not one of"),
+        ("/format_version", 2, "/format_version: 2 is newer than this Dormouse reads (up to 1)"),
+        ("/format_version", 0, "/format_version: 0 is no version"),
+        ("/format", "dormouse.record", "/format: is a dormouse.record document; dormouse.plan was expected"),
+        ("/format", "terraform", "/format: is not a Dormouse document"),
+    ],
+)
+def test_a_lie_under_a_seal_of_its_own_is_still_found(pointer: str, value: object, says: str) -> None:
+    """The liar seals his work: only what the seal itself does not compute is left to find."""
+    forged = json.loads(render(compiled()))
+    *folders, last = pointer.split("/")[1:]
+    place = forged
+    for key in folders:
+        place = place[int(key)] if isinstance(place, list) else place[key]
+    place[int(last) if isinstance(place, list) else last] = value
+    body = {key: item for key, item in forged.items() if key not in ("seal", "runs")}
+    forged["seal"] = {"digest": canonical_digest(body), "locator": locator(body)}
+    assert says in _message(render(forged))
+
+
+def test_a_run_that_quotes_another_prediction_is_found(plan: dict) -> None:
+    base = compiled()
+    run = run_of(base)
+    run["measured"]["/step/seconds"]["predicted"] = 0.001
+    message = _message(render(append_run(base, run)))
+    assert "/runs/0/measured: /step/seconds: predicted 0.001, but the plan says" in message
+
+
+def test_a_run_taken_out_of_the_middle_is_found(plan: dict) -> None:
+    shortened = {**plan, "runs": plan["runs"][1:]}
+    assert "/runs/0/previous: does not follow what stands before it" in _message(render(shortened))
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "empty", "binary"])
+def test_what_is_no_document_on_disk_gets_one_message(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind in ("empty", "binary"):
+        path.write_bytes(b"" if kind == "empty" else os.urandom(1000))
+    with pytest.raises(Unfaithful, match=re.escape(str(path))):
+        store.load(path)
+
+
+def test_recording_through_a_symbolic_link_keeps_the_link_and_the_file(plan: dict, tmp_path: Path) -> None:
+    real, link = tmp_path / "real" / "plan.json", tmp_path / "plan.json"
+    real.parent.mkdir()
+    base = compiled()
+    store.write(real, base)
+    real.chmod(0o640)
+    link.symlink_to(real)
+    store.record(link, base["seal"]["digest"], run_of(base))
+    assert link.is_symlink() and len(store.load(link)["runs"]) == 1
+    assert real.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in real.parent.iterdir()] == ["plan.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, base = tmp_path / "plan.json", compiled()
+    store.write(path, base)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.record(path, base["seal"]["digest"], run_of(base))
+    monkeypatch.undo()
+    assert store.load(path)["runs"] == [] and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_plan_replaced_meanwhile_is_not_recorded_into(tmp_path: Path) -> None:
+    path, base = tmp_path / "plan.json", compiled()
+    store.write(path, compiled(seed=1))
+    with pytest.raises(Unfaithful, match="was replaced while its run went on"):
+        store.record(path, base["seal"]["digest"], run_of(base))
+
+
+def _record(arguments: tuple[str, str]) -> None:
+    path, identity = arguments
+    base = store.load(path)
+    store.record(path, base["seal"]["digest"], run_of(base, id=identity))
+
+
+def test_recorders_at_the_same_time_lose_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    store.write(path, compiled())
+    with get_context("fork").Pool(4) as pool:
+        pool.map(_record, [(str(path), f"run-{place}") for place in range(12)])
+    assert {run["id"] for run in store.load(path)["runs"]} == {f"run-{place}" for place in range(12)}
+
+
+def test_a_run_adds_one_hunk_of_lines_to_the_file(plan: dict) -> None:
+    before = render(recorded_plan()).decode().split("\n")
+    after = render(recorded_plan(run_of(compiled()))).decode().split("\n")
+    same = next(place for place, line in enumerate(before) if line != after[place])
+    tail = len(before) - 1 - same
+    assert before[same] == '  "runs": []' and before[-tail:] == after[-tail:]
+
+
+def test_an_unwritable_place_is_found_before_the_run(tmp_path: Path) -> None:
+    assert store.unwritable_reason(tmp_path / "plan.json") is None
+    assert "takes no file" in (store.unwritable_reason(tmp_path / "nowhere" / "plan.json") or "")
