@@ -71,7 +71,7 @@ def told(item: Mapping[str, Json]) -> str:
 def choice(chosen: Json) -> str:
     """A decision's value: lists joined, an empty one and None as "none"."""
     if isinstance(chosen, list):
-        return ", ".join(choice(part) for part in chosen) or "none"
+        return ", ".join(f"({choice(part)})" if isinstance(part, list) else choice(part) for part in chosen) or "none"
     return "none" if chosen is None else amount(chosen)
 
 

@@ -161,7 +161,8 @@ def test_a_full_disk_is_one_message(run_plan: str) -> None:
 def test_reading_a_plan_is_quick_and_imports_nothing_heavy(arguments: list[str], run_plan: str) -> None:
     code = (
         "import sys; from planner.__main__ import main; main(sys.argv[1:]);"
-        "print([m for m in ('torch', 'pynvml', 'numpy', 'executor', 'platformdirs') if m in sys.modules], file=sys.stderr)"
+        "heavy = {'torch', 'pynvml', 'numpy', 'executor', 'platformdirs'} & set(sys.modules);"
+        "print(sorted(heavy), file=sys.stderr)"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     times = []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from planner import data, options, request
 from planner.request import Usage
@@ -141,6 +143,26 @@ def test_nothing_asked_is_a_request_of_nulls() -> None:
         "benchmark": False,
         "calibrate": [],
     }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--devices cpu:2 --model tiny --set layers=2 --batch 4 --seq 64 --steps 10 --seed 7",
+        "--dtype bf16,fp32 --opt adamw",
+        "--capacity 4x128,2 --fit 16,8GiB --fit-policy in-order --shard none --reduce auto --benchmark",
+        "--capacity equal --fit auto --devices cpu",
+    ],
+)
+def test_every_request_holds_its_schema(arguments: str) -> None:
+    asked = options.parser("plan").parse_args(arguments.split())
+    found = request.compose(vars(asked), data.describe(asked.data), asked.devices or "auto", [])
+    schema = json.loads(files("schemas").joinpath("request.schema.json").read_text("utf-8"))
+    validator = Draft202012Validator(schema)
+    validator.validate(json.loads(json.dumps(found)))
+    for key, wrong in (("batch", 0), ("devices", "/home/me/r.json"), ("dtype", "bf16"), ("other", 1), ("fit", [0])):
+        assert not validator.is_valid({**found, key: wrong})
 
 
 def test_fail_over_takes_a_percentage_for_all_or_for_a_kind() -> None:

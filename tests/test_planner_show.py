@@ -26,7 +26,8 @@ def test_a_plan_is_shown_with_its_fleet_ranks_memory_step_reasons_and_runs() -> 
     plan = handmade.run(handmade.plan(), {"/step/seconds": 0.1})
     text = _shown(plan)
     for words_ in (
-        "Handmade [red]CPU", "clock unknown", "fp32", "4 x 128", "1 GiB (512 MiB .. 2 GiB)", "80 ms (40 ms .. 160 ms) *",
+        "Handmade [red]CPU", "clock unknown", "fp32", "4 x 128", "1 GiB (512 MiB .. 2 GiB)",
+        "80 ms (40 ms .. 160 ms) *",
         "no Triton on a CPU", "muon_state_bf16", "1 MiB", "rank 0 owns 2 matrices, rank 1 owns 1 matrix", "finished",
         "two ranks are faster than one", "bound at the run", "1 fallback",
     ):  # fmt: skip
@@ -97,7 +98,8 @@ def test_the_summary_names_the_step_the_verdict_and_every_fallback() -> None:
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [
-        (0, "B", "0 B"), (999, "B", "999 B"), (2**30, "B", "1 GiB"), (1.5 * 2**20, "B", "1.5 MiB"), (None, "B", "unknown"),
+        (0, "B", "0 B"), (999, "B", "999 B"), (2**30, "B", "1 GiB"),
+        (1.5 * 2**20, "B", "1.5 MiB"), (None, "B", "unknown"),
         (0, "s", "0 s"), (2e-6, "s", "2 us"), (0.0123, "s", "12.3 ms"), (1.5, "s", "1.5 s"), (7200, "s", "7,200 s"),
         (93.8e9, "FLOP/s", "93.8 GFLOP/s"), (2311.4, "tokens/s", "2,311 tokens/s"), (2.6e9, "Hz", "2.6 GHz"),
         (4096, "", "4,096"), (0.5, "", "0.5"), (True, "", "true"), ("x", "", "x"),
