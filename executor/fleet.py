@@ -1,0 +1,206 @@
+"""How ranks act as one: the agreed loss and verdict of a step, the one norm, the owners' updates, the fingerprints.
+
+`Alone` is the fleet of a one-rank plan: no process group, nothing between the plain loop and its arithmetic. `Ranks` is
+every other. Collectives of setup have a generous deadline; those of training a short one, so that a dead rank ends the
+run soon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+
+from executor import exchange
+from executor.build import Optimizers, device_of
+from executor.clock import Clock
+from executor.exchange import Exchanged, Reducer
+from executor.owners import Sharing
+from executor.slices import ExchangeSlice, RankSlice
+
+SETUP_TIMEOUT = timedelta(minutes=30)
+STEP_TIMEOUT = timedelta(seconds=30)
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A step's loss as the fleet's token-weighted mean (nats a byte), and the ranks whose own loss was not finite."""
+
+    loss: float
+    nonfinite: tuple[int, ...]
+
+
+class Fleet(Protocol):
+    """What the loop asks of the fleet. Every rank asks the same, in the same order."""
+
+    rank: int
+    size: int
+
+    def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward: ...
+    def weighted(self, loss: Tensor) -> Tensor: ...
+    def announce(self, loss: Tensor) -> Callable[[], Agreed]: ...
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor: ...
+    def share(self, updates: list[Tensor]) -> list[Tensor]: ...
+    def fingerprints(self, model: nn.Module) -> list[str]: ...
+    def begin(self) -> None: ...
+    def exchanged(self) -> Exchanged | None: ...
+    def owners_bytes(self) -> int | None: ...
+    def wait(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Alone:
+    """One rank: its loss is the fleet's, its updates are all there are."""
+
+    rank, size = 0, 1
+
+    def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward:
+        return model
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def announce(self, loss: Tensor) -> Callable[[], Agreed]:
+        seen = loss.detach()
+        return lambda: _agreed([0.0 if torch.isfinite(seen) else 1.0, float(seen)])
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def share(self, updates: list[Tensor]) -> list[Tensor]:
+        return updates
+
+    def fingerprints(self, model: nn.Module) -> list[str]:
+        return [fingerprint(model)]
+
+    def begin(self) -> None:
+        return
+
+    def exchanged(self) -> Exchanged | None:
+        return None
+
+    def owners_bytes(self) -> int | None:
+        return None
+
+    def wait(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Ranks:
+    """Several ranks over one backend."""
+
+    def __init__(self, rank: RankSlice, token_weight: float, plan: ExchangeSlice, clock: Clock, store: Any) -> None:
+        self.rank, self.size, self.token_weight, self._plan = rank.rank, rank.size, token_weight, plan
+        self._device = device_of(rank.kind)
+        dist.init_process_group(
+            plan.backend,
+            store=PrefixStore("groups", store),
+            rank=rank.rank,
+            world_size=rank.size,
+            timeout=SETUP_TIMEOUT,
+            device_id=self._device if rank.kind == "cuda" else None,
+        )
+        group = dist.new_group(timeout=STEP_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._reducer = Reducer(group, plan.reduce_dtype, clock)
+        self._sharing: Sharing | None = None
+
+    def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward:
+        """``model`` under DDP. Weights become rank 0's: unlike processors may draw other initial values of one seed."""
+        muon = optimizers.muon
+        if muon is not None:
+            shapes = [parameter.shape for parameter in muon.parameters]
+            self._sharing = Sharing(shapes, self._plan.owners, muon.ns_dtype, self._device, self._group)
+        return exchange.wrap(model, self._reducer, self._plan.bucket_bytes)
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """The rank's part of the mean over the step's tokens: gradients are summed over ranks."""
+        return loss * self.token_weight
+
+    def announce(self, loss: Tensor) -> Callable[[], Agreed]:
+        """Start the one collective of a step's verdict; it travels while backward runs."""
+        # On the device throughout: reading the loss here would hold up the launches of backward.
+        seen = loss.detach().to(torch.float64)
+        finite = torch.isfinite(seen)
+        vector = torch.zeros(self.size + 1, dtype=torch.float64, device=self._device)
+        vector[self.rank] = (~finite).to(torch.float64)
+        vector[-1] = torch.where(finite, seen * self.token_weight, 0.0)
+        work = dist.all_reduce(vector, group=self._group, async_op=True)
+
+        def result() -> Agreed:
+            assert work is not None
+            work.wait()
+            return _agreed(vector.tolist())
+
+        return result
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of the reduced gradients as rank 0 rounds it, so that every rank clips by the same factor."""
+        found = torch.zeros((), device=self._device)
+        if self.rank == 0:
+            found.copy_(torch.nn.utils.get_total_norm(gradients))
+        dist.broadcast(found, 0, group=self._group)
+        return found
+
+    def share(self, updates: list[Tensor]) -> list[Tensor]:
+        assert self._sharing is not None
+        return self._sharing.all(updates)
+
+    def fingerprints(self, model: nn.Module) -> list[str]:
+        """Every rank's fingerprint, in order of ranks."""
+        mine = torch.tensor(list(bytes.fromhex(fingerprint(model))), dtype=torch.uint8, device=self._device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=self._group)
+        return [bytes(digest.tolist()).hex() for digest in found]
+
+    def begin(self) -> None:
+        self._reducer.begin()
+
+    def exchanged(self) -> Exchanged | None:
+        return self._reducer.seen
+
+    def owners_bytes(self) -> int | None:
+        return None if self._sharing is None else self._sharing.bytes
+
+    def wait(self) -> None:
+        """Until all ranks are here, with the generous deadline: after warm-up, and while rank 0 evaluates."""
+        dist.barrier(device_ids=[0] if self._device.type == "cuda" else None)
+
+    def close(self) -> None:
+        """Leave together: a rank that leaves gloo while another still sends can abort it."""
+        dist.barrier(device_ids=[0] if self._device.type == "cuda" else None)
+        dist.destroy_process_group()
+
+
+def abandon() -> None:
+    """Leave the process group without the others, after a failure."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256, in hex, of every parameter's bytes in order of names."""
+    digest = hashlib.sha256()
+    for _, parameter in sorted(model.named_parameters()):
+        data = parameter.detach().cpu().contiguous().reshape(-1)
+        digest.update(data.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _agreed(slots: Sequence[float]) -> Agreed:
+    """From one flag a rank and the sum of the weighted losses."""
+    nonfinite = tuple(rank for rank, flag in enumerate(slots[:-1]) if flag)
+    return Agreed(float("nan") if nonfinite else slots[-1], nonfinite)

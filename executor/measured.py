@@ -1,0 +1,235 @@
+"""Every measured quantity, one entry each: its pointer into the plan, its unit, its statistic, and how it is taken.
+
+Nothing here reckons what should be; what is predicted is only copied beside what was seen.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from torch import nn
+
+from executor.build import Optimizers
+from executor.meter import Samples
+from executor.peaks import Peaks, storage_bytes
+from executor.slices import DataSlice, RankSlice
+from schemas.document import is_reading, resolve, walk
+from schemas.form import Json, six
+
+_NO_STEP = "the run ended before a step of the measuring window was done"
+_ALONE = "one rank exchanges nothing"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of its run. ``state`` is bytes by component, ``ran`` the smoke launch's row."""
+
+    rank: RankSlice
+    data: DataSlice
+    samples: Samples
+    clock: str
+    peaks: Peaks
+    state: Mapping[str, int]
+    ran: Mapping[str, Json]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A value with its samples and instrument, or (value None) why there is none."""
+
+    value: Json
+    samples: int = 0
+    instrument: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """``pointer`` is below a rank's entry, or, where ``across`` makes one value of all ranks', from the plan's root."""
+
+    pointer: str
+    unit: str
+    statistic: str
+    take: Callable[[Seen], Taken]
+    across: Callable[[Sequence[float]], float] | None = None
+
+
+def _seconds(part: str) -> Callable[[Seen], Taken]:
+    def take(seen: Seen) -> Taken:
+        value = seen.samples.median(part)
+        return Taken(None, reason=_NO_STEP) if value is None else Taken(value, seen.samples.count, seen.clock)
+
+    return take
+
+
+def _rate(tokens: Callable[[DataSlice], int]) -> Callable[[Seen], Taken]:
+    def take(seen: Seen) -> Taken:
+        value = seen.samples.median("total")
+        if value is None:
+            return Taken(None, reason=_NO_STEP)
+        return Taken(tokens(seen.data) / value, seen.samples.count, seen.clock)
+
+    return take
+
+
+def _state(component: str) -> Callable[[Seen], Taken]:
+    return lambda seen: Taken(seen.state[component], 1, "storages of live tensors")
+
+
+def _peak(read: Callable[[Peaks], int]) -> Callable[[Seen], Taken]:
+    def take(seen: Seen) -> Taken:
+        peaks = seen.peaks
+        if peaks.absent is not None or peaks.samples == 0:
+            return Taken(None, reason=peaks.absent or _NO_STEP)
+        return Taken(read(peaks), peaks.samples, peaks.instrument)
+
+    return take
+
+
+def _host(seen: Seen) -> Taken:
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there and KiB elsewhere
+    return Taken(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, 1, "getrusage")
+
+
+def _exchanged(read: Callable[[Samples], float | None], instrument: str) -> Callable[[Seen], Taken]:
+    def take(seen: Seen) -> Taken:
+        if seen.rank.size == 1:
+            return Taken(None, reason=_ALONE)
+        value = read(seen.samples)
+        if value is None:
+            return Taken(None, reason=_NO_STEP)
+        return Taken(value, seen.samples.count, instrument or seen.clock)
+
+    return take
+
+
+def _payload(samples: Samples) -> float | None:
+    return None if samples.exchanged is None else samples.exchanged.bytes
+
+
+def _buckets(samples: Samples) -> float | None:
+    return None if samples.exchanged is None else samples.exchanged.buckets
+
+
+def _dtype(seen: Seen) -> Taken:
+    return Taken(seen.ran.get("dtype"), 1, "dispatch of the smoke launch", "the smoke launch did not come so far")
+
+
+QUANTITIES: tuple[Quantity, ...] = (
+    Quantity("memory/masters", "B", "last", _state("masters")),
+    Quantity("memory/gradients", "B", "last", _state("gradients")),
+    Quantity("memory/muon_momentum", "B", "last", _state("muon_momentum")),
+    Quantity("memory/adamw_state", "B", "last", _state("adamw_state")),
+    Quantity("memory/backward_peak", "B", "max", _peak(lambda peaks: peaks.backward)),
+    Quantity("memory/optimizer_peak", "B", "max", _peak(lambda peaks: peaks.optimizer)),
+    Quantity("memory/peak", "B", "max", _peak(lambda peaks: max(peaks.backward, peaks.optimizer))),
+    Quantity("memory/host", "B", "max", _host),
+    Quantity("step/compute", "s", "median", _seconds("compute")),
+    Quantity("step/exchange", "s", "median", _seconds("exchange")),
+    Quantity("step/optimizer", "s", "median", _seconds("optimizer")),
+    Quantity("step/owners", "s", "median", _seconds("owners")),
+    Quantity("step/total", "s", "median", _seconds("total")),
+    Quantity("step/tokens_per_second", "tokens/s", "median", _rate(lambda data: data.tokens)),
+    Quantity("dtype", "", "all", _dtype),
+    Quantity("/step/seconds", "s", "median", _seconds("total"), max),
+    Quantity("/step/tokens_per_second", "tokens/s", "median", _rate(lambda data: data.global_tokens), min),
+    Quantity("/exchange/payload", "B", "last", _exchanged(_payload, "counted at the hook"), max),
+    Quantity("/exchange/buckets", "", "last", _exchanged(_buckets, "counted at the hook"), max),
+    Quantity(
+        "/exchange/seconds", "s", "median", _exchanged(lambda s: median(s.reduced) if s.reduced else None, ""), max
+    ),
+    Quantity("/exchange/owners_payload", "B", "last", _exchanged(lambda s: s.owners_bytes, "counted at the hook"), max),
+)
+
+
+def state_bytes(model: nn.Module, optimizers: Optimizers) -> dict[str, int]:
+    """Bytes by component, of the storages that live now."""
+    muon = {} if optimizers.muon is None else optimizers.muon.state_dict()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return {
+        "masters": storage_bytes(model.parameters()),
+        "gradients": storage_bytes(gradients),
+        "muon_momentum": storage_bytes(muon.values()),
+        "adamw_state": storage_bytes([*optimizers.adamw.first, *optimizers.adamw.second]),
+    }
+
+
+def of_rank(seen: Seen) -> dict[str, Json]:
+    """What this rank measured, as plain JSON for the meeting: rows by label, ``{"value", "samples", ...}``."""
+    rank, rows = seen.rank, {}
+    for quantity in QUANTITIES:
+        label = quantity.pointer if quantity.across else f"/ranks/{rank.entry}/{quantity.pointer} @{rank.rank}"
+        rows[label] = _row(quantity.take(seen), quantity.unit, quantity.statistic)
+    for name, choice in seen.ran.get("kernels", {}).items():
+        taken = Taken(choice, 1, "calls counted in the smoke launch")
+        rows[f"/ranks/{rank.entry}/kernels/{name} @{rank.rank}"] = _row(taken, "", "all")
+    return rows
+
+
+def _row(taken: Taken, unit: str, statistic: str) -> dict[str, Json]:
+    value = six(taken.value) if isinstance(taken.value, float) else taken.value
+    return {"value": value, "unit": unit, "statistic": statistic, "samples": taken.samples,
+            "instrument": taken.instrument, "reason": taken.reason}  # fmt: skip
+
+
+def lines(plan: Mapping[str, Json], ranks: Mapping[int, Mapping[str, Json]], missing: str) -> tuple[Json, Json]:
+    """(measured, absent) of a run entry, from the rows of the ranks that gave theirs (``missing``: why others did not).
+
+    Each measured line holds what the plan predicted, copied. Every reading that the plan flags measurable is in one of
+    the two.
+    """
+    rows = _one_a_label(list(ranks.values()))
+    measured, absent = {}, {}
+    for label, row in rows.items():
+        item = _planned(plan, label)
+        if item is None:
+            continue
+        if row["value"] is None:
+            absent[label] = row["reason"]
+            continue
+        ends = {end: item[end] for end in ("low", "high") if end in item}
+        predicted = item["value"] if is_reading(item) else item["chosen"]
+        rest = {key: row[key] for key in ("value", "unit", "statistic", "samples", "instrument")}
+        measured[label] = {"predicted": predicted, **ends, **rest}
+    for label, rank in _measurable(plan):
+        if label not in measured and label not in absent:
+            gone = rank is not None and rank not in ranks
+            absent[label] = missing if gone else "this executor has no instrument for it"
+    flagged = {label for label, _ in _measurable(plan)}
+    return measured, {label: reason for label, reason in absent.items() if label in flagged}
+
+
+def _one_a_label(ranks: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+    """Rows by label; those that every rank has become one by the quantity's ``across``."""
+    across = {quantity.pointer: quantity.across for quantity in QUANTITIES if quantity.across}
+    rows: dict[str, Json] = {}
+    for label in dict.fromkeys(label for rank in ranks for label in rank):
+        found = [rank[label] for rank in ranks if label in rank]
+        known = [row for row in found if row["value"] is not None]
+        rows[label] = dict(known[0] if known else found[0])
+        if label in across and known:
+            rows[label]["value"] = across[label]([row["value"] for row in known])
+    return rows
+
+
+def _planned(plan: Mapping[str, Json], label: str) -> Json:
+    try:
+        return resolve(plan, label.split(" @")[0])
+    except KeyError:
+        return None
+
+
+def _measurable(plan: Mapping[str, Json]) -> Iterator[tuple[str, int | None]]:
+    """(label, rank) of every reading flagged measurable; rank None for one of the fleet."""
+    for pointer, item in walk(plan):
+        if not item.get("measurable"):
+            continue
+        if not pointer.startswith("/ranks/"):
+            yield pointer, None
+            continue
+        for rank in plan["ranks"][int(pointer.split("/")[2])]["members"]:
+            yield f"{pointer} @{rank}", rank

@@ -1,0 +1,96 @@
+"""What one rank sees of its own steps: the moments of each, and the bytes at their highest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+from executor.clock import Clock, Moment
+from executor.exchange import Exchanged
+from executor.peaks import Probe
+
+PARTS = ("compute", "exchange", "optimizer", "owners", "total")
+
+
+@dataclass
+class Samples:
+    """Seconds of each measured step by part, and of its all-reduces (``reduced``), launch to completion."""
+
+    parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    reduced: list[float] = field(default_factory=list)
+    exchanged: Exchanged | None = None
+    owners_bytes: int | None = None
+
+    def median(self, part: str) -> float | None:
+        return median(self.parts[part]) if self.parts[part] else None
+
+    @property
+    def count(self) -> int:
+        return len(self.parts["total"])
+
+
+class Meter:
+    """Told of each step's phases by the loop; keeps the samples of steps that are inside the measuring window.
+
+    compute: from the step's start to the launch of its last bucket, or to the end of backward where nothing is
+    exchanged. exchange: from there to the end of backward, waiting for slower ranks included. owners: the sending of
+    owners' updates. optimizer: the rest (norm, clipping, updates, their application).
+    """
+
+    def __init__(self, clock: Clock, probe: Probe, first: int, exchanged: Callable[[], Exchanged | None]) -> None:
+        self.clock, self.probe, self.samples = clock, probe, Samples()
+        self._first, self._exchanged = first, exchanged
+        self._moments: list[Moment] = []
+        self._step = 0
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self.probe.begin(step)
+        self._moments = [self.clock.now()]
+
+    def backward_done(self) -> None:
+        self._moments.append(self.clock.now())
+        self.probe.optimizer()
+
+    def sending(self) -> None:
+        """Owners' updates begin to travel; `sent` when they have."""
+        self._moments.append(self.clock.now())
+
+    def sent(self) -> None:
+        self._moments.append(self.clock.now())
+
+    def end(self, owners_bytes: int | None) -> None:
+        self._moments.append(self.clock.now())
+        self.clock.settle()
+        self.probe.end()
+        if self._step < self._first or self.probe.disturbs(self._step):
+            return
+        seen = self._exchanged()
+        self._keep(seen)
+        self.samples.exchanged, self.samples.owners_bytes = seen, owners_bytes
+
+    def skipped(self) -> None:
+        """The step was not applied: it is no sample."""
+        self.clock.settle()
+        self.probe.end()
+
+    def step_seconds(self) -> float:
+        """Seconds of the step that just ended."""
+        return self.clock.seconds(self._moments[0], self._moments[-1])
+
+    def _keep(self, seen: Exchanged | None) -> None:
+        start, backward, end = self._moments[0], self._moments[1], self._moments[-1]
+        launched = seen.spans[-1][0] if seen is not None and seen.spans else backward
+        owners = self.clock.seconds(self._moments[2], self._moments[3]) if len(self._moments) == 5 else 0.0
+        seconds = {
+            "compute": self.clock.seconds(start, launched),
+            "exchange": self.clock.seconds(launched, backward),
+            "optimizer": self.clock.seconds(backward, end) - owners,
+            "owners": owners,
+            "total": self.clock.seconds(start, end),
+        }
+        for part, value in seconds.items():
+            self.samples.parts[part].append(value)
+        if seen is not None:
+            self.samples.reduced.append(self.clock.union(seen.whole_spans()))

@@ -1,0 +1,237 @@
+"""One run of a plan on one rank: meet, honour, build, smoke, train, record."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor import build, conditions, honour, measured, smoke
+from executor.account import source_digest
+from executor.clock import Clock
+from executor.entry import compose, keep, now
+from executor.fleet import Alone, Fleet, Forward, Ranks, abandon, fingerprint
+from executor.loop import Observe, Progress, RunFailed, Training, train
+from executor.meeting import RankFailed, meet
+from executor.meter import Meter
+from executor.peaks import probe, storage_bytes
+from executor.reporter import Mute, Reporter, Teller
+from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
+from planner.refusals import Refused
+from schemas.form import Json
+from schemas.store import unwritable_reason
+
+_CULPRIT_SECONDS = 3.0  # a rank that fails by itself says so before its connections close
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a run records (None: nowhere), puts its metrics, and finds the plan's data. Never what it does."""
+
+    record: Path | None
+    run_dir: Path
+    data: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. ``agreed``: all ranks know it. ``entry`` is rank 0's record, ``notice`` a fault in that."""
+
+    outcome: str
+    reason: str | None
+    agreed: bool
+    model: nn.Module
+    entry: dict[str, Json] | None = None
+    notice: str | None = None
+
+
+class Terminated(BaseException):
+    """SIGTERM came: torchrun sends it to the ranks that are left when one fails."""
+
+
+def execute(plan: Mapping[str, Json], places: Places, *, observe: Observe | None = None) -> Outcome:
+    """Run this process's rank of ``plan``, by RANK and WORLD_SIZE of the environment.
+
+    Args:
+        observe: told (step, the fleet's loss, the model) after each step.
+
+    Raises:
+        Refused: the plan cannot be honoured here; every rank raises it.
+        BadPlace, BadRank: a fault of the user; every rank raises it.
+    """
+    found = int(os.environ.get("WORLD_SIZE", "1"))
+    refusals = honour.world_refusals(plan, found)
+    if refusals:
+        raise Refused(refusals)
+    return _Run(plan, places, int(os.environ.get("RANK", "0")), observe).run()
+
+
+class _Run:
+    """The parts of one run as they come to be; each is made from its slice of the plan."""
+
+    def __init__(self, plan: Mapping[str, Json], places: Places, rank: int, observe: Observe | None) -> None:
+        self.plan, self.places, self.observe, self.start = plan, places, observe, now()
+        self.rank, self.work = rank_slice(plan, rank), work_slice(plan)
+        self.data, self.exchange = data_slice(plan, rank), exchange_slice(plan)
+        self.progress, self.clock = Progress(), Clock(self.rank.kind)
+        self.reporter: Reporter = Mute()
+        self.rows: list[Json] = []
+        self.ran: dict[str, Json] = {}
+        self.meter: Meter | None = None
+        self.meeting, self.store = meet(rank, self.rank.size)
+
+    def run(self) -> Outcome:
+        outcome, reason, agreed = "finished", None, True
+        try:
+            self._honour()
+            self._train()
+        except (Refused, honour.BadRank):
+            self.meeting.leave()
+            raise
+        except RunFailed as error:
+            outcome, reason = "failed", str(error)
+            self.fleet.close()
+        except (KeyboardInterrupt, Terminated) as stop:
+            outcome, reason, agreed = self._stopped(stop)
+        except Exception as error:  # told, recorded and kept with its traceback: nothing is swallowed
+            outcome, reason, agreed = "failed", self._cause(error), False
+        return self._finish(outcome, reason, agreed)
+
+    def _honour(self) -> None:
+        """Gather facts, judge, build, smoke, judge. No process group yet: it comes when the plan is honoured."""
+        refusal = None if self.places.record is None else unwritable_reason(self.places.record)
+        row = honour.own_facts(self.plan["seal"]["digest"], self.rank, self._open)
+        self.rows = honour.agree(self.plan, self.meeting, row, refusal)
+        build.settle(self.model, self.rank)
+        self.optimizers = build.optimizers(self.model, self.work, self.rank, self.exchange.owners)
+        self.device = build.device_of(self.rank.kind)
+        self.ran = smoke.launch(self.rank.rank, self.model, *self._first_batch(), self.rank.dtype)
+        honour.agree_on_smoke(self.plan, self.meeting, self.ran)
+
+    def _open(self) -> dict[str, Json]:
+        """Open the data and build the model: this rank's facts of both."""
+        corpora = build.open_corpora(self.data.sources, self.places.data)
+        self.reader = build.reader(corpora, self.data)
+        self.workload, self.model = build.model(self.work, dict(self.rank.kernels))
+        digest = honour.workload_facts(self.workload, self.model, self.work.opt)
+        return {"data": honour.data_facts(corpora), "workload_digest": digest}
+
+    def _first_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = self.reader.batch(0, self.data.global_batch, self.data.offset, self.data.batch, self.data.seq)
+        return inputs.to(self.device), targets.to(self.device)
+
+    def _train(self) -> None:
+        self.fleet: Fleet = self._fleet()
+        forward: Forward = self.fleet.prepare(self.model, self.optimizers)
+        self.fleet.begin()
+        if self.rank.size > 1:
+            smoke.build_buckets(forward, self.model, *self._first_batch(), self.rank.dtype)
+            self._check_reduced()
+        watch = probe(self.rank.kind, self.work.steps, self._alive)
+        first = self.work.config["warmup_steps_unmeasured"]
+        self.meter = Meter(self.clock, watch, first, self.fleet.exchanged)
+        if self.rank.rank == 0:
+            self.reporter = Teller(self.places.run_dir, self.work.config["log_every"])
+        parts = Training(
+            self.model, forward, self.optimizers, self.fleet, self.reader, self.meter, self.reporter,
+            self.rank.dtype, self.device,
+        )  # fmt: skip
+        self.fleet.wait()
+        train(parts, self.work, self.data, self.progress, self.observe)
+        self.fleet.close()
+
+    def _fleet(self) -> Fleet:
+        if self.rank.size == 1:
+            return Alone()
+        return Ranks(self.rank, self.data.token_weight, self.exchange, self.clock, self.store)
+
+    def _check_reduced(self) -> None:
+        """The bytes reduced and their dtype are the planned ones, on every rank or on none. Raises RunFailed."""
+        seen, planned = self.fleet.exchanged(), self.exchange
+        assert seen is not None
+        if seen.dtypes != {planned.reduce_dtype} or planned.payload not in (None, seen.bytes):
+            found = f"{seen.bytes} bytes in {', '.join(sorted(seen.dtypes))}"
+            wanted = f"{planned.payload} bytes in {planned.reduce_dtype}"
+            raise RunFailed(f"rank {self.rank.rank}: a step reduced {found}; the plan says {wanted}")
+
+    def _alive(self) -> int:
+        """Bytes that live from step to step on this rank."""
+        muon = [] if self.optimizers.muon is None else list(self.optimizers.muon.state_dict().values())
+        parameters = list(self.model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        adamw = self.optimizers.adamw
+        return storage_bytes([*parameters, *gradients, *self.model.buffers(), *muon, *adamw.first, *adamw.second])
+
+    def _stopped(self, stop: BaseException) -> tuple[str, str, bool]:
+        """A signal: its own doing, or torchrun's because another rank failed."""
+        others = self.meeting.failures()
+        abandon()
+        if others:
+            rank, cause = next(iter(others.items()))
+            return "failed", f"rank {rank}: {cause}", False
+        signal = "SIGTERM" if isinstance(stop, Terminated) else "SIGINT"
+        return "stopped", f"rank {self.rank.rank}: {signal} after {self.progress.steps} steps", False
+
+    def _cause(self, error: Exception) -> str:
+        """The rank and cause of a failure: of the rank that failed first, where this one only lost its connection."""
+        # A lost connection is a RuntimeError, so where it is one, others are asked first.
+        lost = isinstance(error, RuntimeError | RankFailed) and not isinstance(error, torch.OutOfMemoryError)
+        others = self.meeting.failures(_CULPRIT_SECONDS if lost and self.rank.size > 1 else 0.0)
+        if others:
+            rank, text = next(iter(others.items()))
+            cause = f"rank {rank}: {text}"
+        elif isinstance(error, RankFailed):
+            cause = str(error)
+        else:
+            text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+            self.meeting.fail(text)
+            cause = f"rank {self.rank.rank}: {text}"
+            self._keep_traceback(error)
+        abandon()
+        return cause
+
+    def _keep_traceback(self, error: Exception) -> None:
+        self.places.run_dir.mkdir(parents=True, exist_ok=True)
+        text = "".join(traceback.format_exception(error))
+        (self.places.run_dir / f"rank-{self.rank.rank}.traceback").write_text(text, encoding="utf-8")
+
+    def _finish(self, outcome: str, reason: str | None, agreed: bool) -> Outcome:
+        """Gather what every rank measured (where they are still there), and record it on rank 0."""
+        mine = self._measured()
+        gathered = self.meeting.gather(mine) if agreed else []
+        if agreed:
+            self.meeting.leave()
+        self.reporter.close()
+        if self.rank.rank != 0:
+            return Outcome(outcome, reason, agreed, getattr(self, "model", nn.Module()))
+        ranks = dict(enumerate(gathered)) if agreed else {0: mine}
+        seen = {rank: rows for rank, rows in ranks.items() if rows is not None}
+        lines = measured.lines(self.plan, seen, f"the run {outcome} before the rank gave its measurements")
+        model: Any = getattr(self, "model", nn.Module())
+        entry = compose(
+            self.start, outcome, reason, self.progress,
+            fingerprint(model) if outcome == "finished" else None,
+            self.rows, self._source(), conditions.seen(self.rank.kind, self.rank.device), *lines,
+        )  # fmt: skip
+        notice = None
+        if self.places.record is not None:
+            notice = keep(self.plan, self.places.record, self.places.run_dir, entry)
+        return Outcome(outcome, reason, agreed, model, entry, notice)
+
+    def _measured(self) -> dict[str, Json] | None:
+        if self.meter is None:
+            return None
+        state = measured.state_bytes(self.model, self.optimizers)
+        seen = measured.Seen(
+            self.rank, self.data, self.meter.samples, self.clock.instrument, self.meter.probe.peaks, state, self.ran
+        )
+        return measured.of_rank(seen)
+
+    def _source(self) -> str:
+        return source_digest(self.workload)

@@ -1,0 +1,146 @@
+"""What each part of a run needs of the plan, and no more: plain rows cut out of the document before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.form import Json
+
+
+@dataclass(frozen=True)
+class RankSlice:
+    """One rank: where it runs and what it computes with. ``entry`` is its place in the plan's ``ranks``."""
+
+    rank: int
+    size: int
+    entry: int
+    device: str
+    kind: str
+    threads: int | None
+    dtype: str
+    kernels: Mapping[str, str]
+    mechanisms: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkSlice:
+    """The work that is the same on every rank: the model, its whole configuration, the optimizer, steps and seed."""
+
+    model: str
+    opt: str
+    steps: int
+    seed: int
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DataSlice:
+    """Which windows this rank reads: ``offset`` is its first slot in each step's ``global_batch`` of slots.
+
+    ``sources`` are (name, weight); ``stride`` is the longest sequence of the fleet.
+    """
+
+    sources: tuple[tuple[str, int], ...]
+    seed: int
+    stride: int
+    global_batch: int
+    global_tokens: int
+    offset: int
+    batch: int
+    seq: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that this rank reads a step."""
+        return self.batch * self.seq
+
+    @property
+    def token_weight(self) -> float:
+        """This rank's share of a step's tokens, exactly; the plan's reading of it has six digits."""
+        return self.tokens / self.global_tokens
+
+
+@dataclass(frozen=True)
+class ExchangeSlice:
+    """How gradients and updates travel. ``owners`` holds one rank a Muon matrix, in the model's order; ``payload`` is
+    the bytes that a step must reduce (None: not planned)."""
+
+    backend: str
+    reduce_dtype: str
+    bucket_bytes: int
+    owners: tuple[int, ...]
+    payload: int | None
+
+
+def world_size(plan: Mapping[str, Json]) -> int:
+    return sum(len(entry["members"]) for entry in plan["ranks"])
+
+
+def rank_slice(plan: Mapping[str, Json], rank: int) -> RankSlice:
+    """The slice of ``rank``, with its own mechanisms and the fleet's."""
+    place, entry = _entry(plan, rank)
+    device = entry["devices"][entry["members"].index(rank)]
+    kinds = {identity: item["kind"] for item in plan["fleet"]["devices"].values() for identity in item["ids"]}
+    return RankSlice(
+        rank=rank,
+        size=world_size(plan),
+        entry=place,
+        device=device,
+        kind=kinds[device],
+        threads=entry["threads"]["chosen"] if "threads" in entry else None,
+        dtype=entry["dtype"]["chosen"],
+        kernels={name: item["chosen"] for name, item in entry["kernels"].items()},
+        mechanisms=(*entry["mechanisms"]["chosen"], *plan["fit"]["mechanisms"]["chosen"]),
+    )
+
+
+def work_slice(plan: Mapping[str, Json]) -> WorkSlice:
+    work = plan["workload"]
+    return WorkSlice(
+        model=work["model"],
+        opt=work["opt"]["chosen"],
+        steps=work["steps"]["chosen"],
+        seed=work["seed"]["chosen"],
+        config={key: item["chosen"] for key, item in work["config"].items()},
+    )
+
+
+def data_slice(plan: Mapping[str, Json], rank: int) -> DataSlice:
+    sizes = [_sizes(plan, other) for other in range(world_size(plan))]
+    batch, seq = sizes[rank]
+    return DataSlice(
+        sources=tuple((source["name"], source["weight"]) for source in plan["workload"]["data"]["sources"]),
+        seed=plan["workload"]["seed"]["chosen"],
+        stride=max(length for _, length in sizes),
+        global_batch=sum(count for count, _ in sizes),
+        global_tokens=sum(count * length for count, length in sizes),
+        offset=sum(count for count, _ in sizes[:rank]),
+        batch=batch,
+        seq=seq,
+    )
+
+
+def exchange_slice(plan: Mapping[str, Json]) -> ExchangeSlice:
+    """The exchange; what a one-rank plan leaves out has no use there."""
+    part = plan["exchange"]
+    return ExchangeSlice(
+        backend=part["backend"]["chosen"],
+        reduce_dtype=part["reduce_dtype"]["chosen"] if "reduce_dtype" in part else "fp32",
+        bucket_bytes=part["bucket_bytes"]["chosen"] if "bucket_bytes" in part else 0,
+        owners=tuple(part["owners"]["chosen"]) if "owners" in part else (),
+        payload=part["payload"]["value"] if "payload" in part else None,
+    )
+
+
+def _entry(plan: Mapping[str, Json], rank: int) -> tuple[int, Mapping[str, Json]]:
+    for place, entry in enumerate(plan["ranks"]):
+        if rank in entry["members"]:
+            return place, entry
+    raise KeyError(f"rank {rank}")
+
+
+def _sizes(plan: Mapping[str, Json], rank: int) -> tuple[int, int]:
+    _, entry = _entry(plan, rank)
+    return entry["batch"]["chosen"], entry["seq"]["chosen"]
