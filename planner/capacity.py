@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.cost import peaks, shape_name
+from planner.cost import shape_name
 from planner.layout import per_rank
 from planner.ledger import Ledger
 from planner.ranks import rank_facts, set_limit, world_size
@@ -92,7 +92,7 @@ def _groups(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, J
         engaged = _engageable(request, account, facts.kind)
 
         def fits(b: int, facts: Any = facts, length: int = length, limit: Any = limit, engaged: Any = engaged) -> bool:
-            return limit is None or max(peaks(facts.memory(b, length, engaged))) <= limit
+            return limit is None or facts.peak(b, length, engaged) <= limit
 
         def seconds(b: int, facts: Any = facts, length: int = length) -> float:
             return float(facts.compute_seconds(b, length))

@@ -52,4 +52,5 @@ PCIE_LATENCY = Assumed(4e-5, 1e-5, 1e-4, "s", "one NCCL ring step between two ca
 
 CPU_ALLOCATOR_OVERHEAD = Assumed(1.0, 0.97, 1.1, "", "the CPU allocator returns what it was asked for, 64 B aligned")
 GPU_ALLOCATOR_OVERHEAD = Assumed(1.02, 1.0, 1.1, "", "rounding to 512 B and 2 MiB blocks; reserve apart")
+ALLOCATOR_OVERHEAD = {"cpu": CPU_ALLOCATOR_OVERHEAD, "cuda": GPU_ALLOCATOR_OVERHEAD}
 PROCESS_BYTES = Assumed(4.5e8, 3e8, 1.2e9, "B", "resident size of a process that has imported PyTorch")

@@ -54,12 +54,14 @@ class Rank:
     world: int
     newton_schulz_bytes: int
     reduce_bytes: int
+    overhead: float  # what the allocator takes for a byte asked of it
 
     def variant(self, mechanisms: Collection[str]) -> Mapping[str, Mapping[str, float]]:
         """The account's forward and backward under ``mechanisms``."""
         rows = self.account["mechanisms"]
         name = next((rows[item]["variant"] for item in mechanisms if "variant" in rows.get(item, {})), "plain")
-        found: Mapping[str, Mapping[str, float]] = self.account["compute"][self.dtype][name]
+        dtype = "bf16" if self.dtype == "fp16" else self.dtype  # the two are equally wide
+        found: Mapping[str, Mapping[str, float]] = self.account["compute"][dtype][name]
         return found
 
     def work(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, float]:
@@ -109,6 +111,10 @@ class Rank:
             "buckets": self.reduce_bytes * elements if self.world > 1 and self.reduce_bytes < GRADIENT_BYTES else 0,
             "update": self._update_bytes(),
         }
+
+    def peak(self, b: int, t: int, mechanisms: Collection[str] = ()) -> float:
+        """The higher of the two peaks, with the allocator's overhead."""
+        return max(peaks(self.memory(b, t, mechanisms))) * self.overhead
 
     def _elements(self, place: int) -> int:
         rows, columns = self.account["matrices"][place]["shape"][-2:]

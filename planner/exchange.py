@@ -11,16 +11,10 @@ from planner.ranks import elements_of, rank_facts, world_size
 from schemas.document import unknown
 from schemas.form import Json
 
-# Bytes a second and lane, after the line code: 8b/10b to generation 2, 128b/130b from 3 on (PCI Express base
-# specification); generation 6 and later use flits of 242 of 256 bytes.
-_LANE_RATE = {
-    1: 2.5e9 * 0.8,
-    2: 5e9 * 0.8,
-    3: 8e9 * 128 / 130,
-    4: 16e9 * 128 / 130,
-    5: 32e9 * 128 / 130,
-    6: 64e9 * 242 / 256,
-}
+# Transfers a second and lane, by the share of bits the line code leaves: 8b/10b to generation 2, 128b/130b from 3 on,
+# and from 6 on flits of 242 of 256 bytes (PCI Express base specification).
+_LANE_BITS = {1: 2.5e9 * 0.8, 2: 5e9 * 0.8, 3: 8e9 * 128 / 130, 4: 16e9 * 128 / 130, 5: 32e9 * 128 / 130}
+_LANE_BITS[6] = 64e9 * 242 / 256
 
 
 def exchange(
@@ -101,7 +95,7 @@ def _link(ledger: Ledger) -> None:
 
 def lane_rate(generation: int) -> float:
     """Bytes a second of one lane of a PCI Express ``generation``. Raises KeyError for one that is not listed."""
-    return _LANE_RATE[generation]
+    return _LANE_BITS[generation] / 8
 
 
 def _loopback(ledger: Ledger) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner import constants
-from planner.cost import ADAMW_BYTES, GRADIENT_BYTES, MASTER_BYTES, Rank, peaks
+from planner.cost import ADAMW_BYTES, GRADIENT_BYTES, MASTER_BYTES, Rank
 from planner.ledger import Ledger
 from planner.ranks import elements_of, owned_by, rank_facts
 from schemas.document import reading
@@ -32,7 +32,7 @@ def fit(
     """Decide the mechanisms: exact ones rank by rank, those that alter an update for the whole fleet."""
     ledger = Ledger(draft)
     cpu = all(device["kind"] == "cpu" for device in ledger.draft["fleet"]["devices"].values())
-    overhead = constants.CPU_ALLOCATOR_OVERHEAD if cpu else constants.GPU_ALLOCATOR_OVERHEAD
+    overhead = constants.ALLOCATOR_OVERHEAD["cpu" if cpu else "cuda"]
     ledger.put("/fit/allocator_overhead", overhead.reading())
     ledger.put("/fit/process_bytes", constants.PROCESS_BYTES.reading())
     _Search(ledger, request, account).decide()
@@ -50,7 +50,6 @@ class _Search:
         self.off = request["fit"] in (None, "off")
         self.asked = None if request["fit"] is None else request["fit_policy"] or "cheapest"
         self.in_order = self.asked == "in-order"
-        self.overhead = ledger.value("/fit/allocator_overhead")
         entries = ledger.draft["ranks"]
         self.ranks = [rank_facts(ledger.draft, account, place) for place in range(len(entries))]
         self.shapes = [(entry["batch"]["chosen"], entry["seq"]["chosen"]) for entry in entries]
@@ -131,8 +130,11 @@ class _Search:
 
     def _weigh(self, place: int, mechanisms: Mechanisms) -> Candidate:
         rank, (b, t) = self.ranks[place], self.shapes[place]
-        peak = max(peaks(rank.memory(b, t, mechanisms))) * self.overhead
-        return Candidate(mechanisms, peak, None if rank.rates is None else rank.compute_seconds(b, t, mechanisms))
+        return Candidate(
+            mechanisms,
+            rank.peak(b, t, mechanisms),
+            None if rank.rates is None else rank.compute_seconds(b, t, mechanisms),
+        )
 
     def _holds(self, place: int, candidate: Candidate) -> bool:
         return self.limits[place] is None or candidate.peak <= self.limits[place]

@@ -44,6 +44,7 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         world=world_size(draft),
         newton_schulz_bytes=DTYPE_BYTES[config["ns_dtype"]["chosen"]],
         reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
+        overhead=constants.ALLOCATOR_OVERHEAD[kind_of(draft, entry)].value,
     )
 
 

@@ -1,0 +1,267 @@
+"""The passes: pure functions of request, record and account, against tables, brute force and golden numbers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.compile import PASSES, compile_plan
+from planner.exchange import lane_rate, ring_volume
+from planner.layout import lay_out
+from planner.refusals import RULES, Refused
+from planner.split import Group, assign_owners, split_samples
+from schemas.document import walk
+from schemas.form import render
+from schemas.seal import verify
+from schemas.validate import refuse_other_shape
+from tests.worlds import account, cases, fleet, record, request
+
+
+def _opt(asked: dict[str, Any]) -> dict[str, Any]:
+    """The account as it is for the asked optimizer: with AdamW for all there is no matrix to own."""
+    found = account()
+    if asked.get("opt") == "adamw":
+        found["made_from"]["opt"] = "adamw"
+        found["parameters"] = {"muon": 0, "adamw": sum(found["parameters"].values())}
+        found["matrices"], found["shapes"] = [], {}
+    return found
+
+
+def _linear(samples: float = 1e9) -> dict[str, Any]:
+    """An account whose forward and backward is nothing but FLOPs in proportion to the samples, and whose optimizer
+    and gradients cost nothing to speak of: what the golden numbers of ideal splits are about."""
+    found = account()
+    nothing = {"one": 0, "b": 0, "t": 0, "bt": 0}
+    for variants in found["compute"].values():
+        for forms in variants.values():
+            forms |= {"flops": {**nothing, "b": samples}, "bytes": nothing, "launches": nothing, "peak": nothing}
+    found["adamw"] = dict.fromkeys(found["adamw"], 0)
+    found["parameters"] = {"muon": 0, "adamw": 1000}
+    found["matrices"], found["shapes"] = [], {}
+    return found
+
+
+def test_every_pass_leaves_what_it_is_given_as_it_was() -> None:
+    asked, found, work = request(fit=[16 * 10**9]), record(), account()
+    draft = lay_out(asked, found, work)
+    for each in PASSES:
+        before = copy.deepcopy((asked, found, work, draft))
+        after = each(asked, found, work, draft)
+        assert (asked, found, work, draft) == before, each.__name__
+        assert each(asked, found, work, draft) == after, each.__name__
+        draft = after
+
+
+def test_the_same_three_documents_give_the_same_bytes() -> None:
+    plans = [render(compile_plan(request(fit=[16 * 10**9]), record(), account())) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"fit": [16 * 10**9]},
+        {"fit": "auto", "fit_policy": "in-order"},
+        {"dtype": ["bf16"], "reduce": "fp32"},
+        {"capacity": [[4, None], [2, 64]]},
+        {"opt": "adamw", "capacity": "equal"},
+    ],
+    ids=str,
+)
+def test_every_plan_holds_its_schema_and_its_counts(asked: dict[str, Any]) -> None:
+    plan = compile_plan(request(**asked), record(), _opt(asked))
+    refuse_other_shape(plan, "plan")
+    verify(plan, "plan")
+
+
+def test_nothing_in_a_plan_of_unknown_rates_is_a_number_out_of_nothing() -> None:
+    found = fleet(1e12, 1e12)
+    for device in found["devices"].values():
+        del device["rate_bf16"], device["rate_fp32"]
+    plan = compile_plan(request(), found, account())
+    refuse_other_shape(plan, "plan")
+    step = plan["step"]
+    assert [step[key]["value"] for key in ("seconds", "tokens_per_second", "gain_over_even", "verdict")] == [None] * 4
+    assert all(item["why"] for _, item in walk(plan))
+
+
+@pytest.mark.parametrize("row", cases("ring.json"), ids=lambda row: row["name"])
+def test_the_ring_formula_gives_the_table_of_the_specification(row: dict[str, Any]) -> None:
+    """payload = parameters x 2 B, link = the PCIe table, efficiency 0.8 declared."""
+    link = 0.8 * lane_rate(row["generation"]) * row["width"]
+    milliseconds = ring_volume(2 * row["parameters"], row["world"]) / link * 1e3
+    assert milliseconds == pytest.approx(row["milliseconds"], rel=0.006)
+
+
+def test_a_link_of_gen3_x16_is_15_75_gigabytes_a_second() -> None:
+    assert 16 * lane_rate(3) == pytest.approx(15.754e9, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "shares", "gain"),
+    [
+        ([4e12, 1e12], [40, 10], 1.25),
+        ([4e12, 1e12, 1e12, 1e12], [80, 20, 20, 20], 1.75),
+        ([1e12, 1e12], [25, 25], 2.0),
+    ],
+)
+def test_an_ideal_split_gives_the_golden_shares_and_gains(speeds: list[float], shares: list[int], gain: float) -> None:
+    batch = sum(shares) // len(shares)
+    plan = compile_plan(request(batch=batch), fleet(*speeds), _linear(1e12))
+    batches = {rank: entry["batch"]["chosen"] for entry in plan["ranks"] for rank in entry["members"]}
+    assert [batches[rank] for rank in range(len(speeds))] == shares
+    assert plan["step"]["gain_over_best"]["value"] == pytest.approx(gain, rel=2e-3)
+    assert sum(entry["token_weight"]["value"] * len(entry["members"]) for entry in plan["ranks"]) == pytest.approx(1)
+
+
+def test_a_fleet_slower_than_its_best_card_alone_says_so() -> None:
+    work = _linear(1e3)
+    work["parameters"] = {"muon": 0, "adamw": 10**9}
+    plan = compile_plan(request(), fleet(4e12, 1e12), work)
+    assert plan["step"]["gain_over_best"]["value"] < 0.1
+    assert "SLOWER" in plan["step"]["verdict"]["value"]
+
+
+def test_alike_ranks_given_unlike_batches_become_two_entries_with_pointers_of_their_own() -> None:
+    found = fleet(1.6e12, 1e12, 1e12)
+    weak = found["devices"].pop("GPU-2")
+    found["devices"]["GPU-1"]["ids"] += weak["ids"]
+    plan = compile_plan(request(batch=2), found, _linear(1e12))
+    assert {rank: entry["batch"]["chosen"] for entry in plan["ranks"] for rank in entry["members"]} == {
+        0: 3,
+        1: 2,
+        2: 1,
+    }
+    assert [entry["members"] for entry in plan["ranks"]] == [[0], [1], [2]]
+    for place, entry in enumerate(plan["ranks"]):
+        own = [pointer for item in entry["rates"].values() for pointer in item.get("inputs", ())]
+        assert all(not pointer.startswith("/ranks/") or pointer.startswith(f"/ranks/{place}/") for pointer in own)
+    verify(plan, "plan")
+
+
+def _brute(total: int, groups: list[Group]) -> float | None:
+    ranks = [group for group in groups for _ in range(group.count)]
+    best = None
+    for batches in itertools.product(*[range(1, min(group.cap, total) + 1) for group in ranks]):
+        if sum(batches) == total:
+            time = max(group.seconds(batch) for group, batch in zip(ranks, batches, strict=True))
+            best = time if best is None else min(best, time)
+    return best
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 2), st.integers(0, 9), st.integers(1, 9), st.integers(1, 6)), min_size=1, max_size=2
+)
+
+
+@given(GROUPS, st.integers(1, 10))
+@settings(deadline=None)
+def test_the_split_is_the_best_there_is_by_brute_force(rows: list[tuple[int, int, int, int]], total: int) -> None:
+    groups = [Group(count, lambda b, a=a, c=c: float(a + c * b), cap) for count, a, c, cap in rows]
+    found, best = split_samples(total, groups), _brute(total, groups)
+    if best is None:
+        assert found is None
+        return
+    assert found is not None
+    flat = [batch for row in found for batch in row]
+    assert sum(flat) == total and min(flat) >= 1
+    assert all(batch <= group.cap for group, row in zip(groups, found, strict=True) for batch in row)
+    assert max(g.seconds(b) for g, row in zip(groups, found, strict=True) for b in row) == best
+
+
+@given(st.lists(st.floats(1, 100), min_size=1, max_size=7), st.lists(st.floats(1, 4), min_size=1, max_size=3))
+@settings(deadline=None)
+def test_owners_finish_within_twice_the_best_assignment(costs: list[float], speeds: list[float]) -> None:
+    """Longest processing time first on uniform machines is within a factor of 2 of the optimum."""
+
+    def makespan(owners: Any) -> float:
+        return max(
+            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) / speed
+            for rank, speed in enumerate(speeds)
+        )
+
+    best = min(makespan(owners) for owners in itertools.product(range(len(speeds)), repeat=len(costs)))
+    assert makespan(assign_owners(costs, speeds)) <= 2 * best * (1 + 1e-9)
+
+
+def test_a_rank_is_capped_by_its_memory_and_the_others_take_the_rest() -> None:
+    found = fleet(1e12, 1e12)
+    found["devices"]["GPU-1"]["memory_free"]["value"] = 512 * 2**20 + 200 * 10**6
+    plan = compile_plan(request(batch=16), found, account())
+    batches = {rank: entry["batch"]["chosen"] for entry in plan["ranks"] for rank in entry["members"]}
+    assert batches[0] + batches[1] == 32 and batches[1] < batches[0]
+    capped = next(entry for entry in plan["ranks"] if entry["members"] == [1])
+    assert capped["memory"]["peak"]["value"] <= capped["memory"]["limit"]["value"]
+
+
+@pytest.mark.parametrize("row", cases("refusals.json"), ids=lambda row: row["name"])
+def test_what_cannot_be_honoured_is_refused_with_four_parts(row: dict[str, Any]) -> None:
+    found = fleet(*row["fleet"], sm=row.get("sm", "8.6"), free=row.get("free", 10**12))
+    with pytest.raises(Refused) as caught:
+        compile_plan(request(**row["request"]), found, _opt(row["request"]))
+    assert row["code"] in [refusal.code for refusal in caught.value.refusals]
+    text = caught.value.text()
+    for words in (f"refused ({row['code']})", "found:", "why:", "to fix:", *row["says"]):
+        assert words in text
+
+
+def test_every_refusal_of_planning_has_a_case() -> None:
+    planning = {rule.code for rule in RULES if rule.when in ("request", "plan")}
+    elsewhere = {"mixed-kinds", "kernel-unsupported"}
+    assert planning == {row["code"] for row in cases("refusals.json")} | elsewhere
+
+
+def test_cpu_and_cuda_ranks_are_not_mixed() -> None:
+    found = fleet(1e12)
+    found["devices"] |= record()["devices"]
+    with pytest.raises(Refused, match="mixed-kinds"):
+        compile_plan(request(), found, account())
+
+
+def test_a_kernel_asked_for_where_it_cannot_run_is_refused_and_auto_falls_back_counted() -> None:
+    work = account()
+    work["kernels"]["kda"].insert(
+        0, {**work["kernels"]["kda"][0], "name": "fast", "devices": ["cuda"], "min_sm": "9.0"}
+    )
+    plan = compile_plan(request(), fleet(1e12), work)
+    assert plan["ranks"][0]["kernels"]["kda"]["chosen"] == "chunk_torch" and plan["counts"]["fallbacks"] == 1
+    assert "needs sm_90, and this card is sm_86" in str(plan["ranks"][0]["kernels"]["kda"]["rejected"])
+    work["config"]["kda"] |= {"asked": "fast", "chosen": "fast"}
+    with pytest.raises(Refused) as caught:
+        compile_plan(request(), fleet(1e12), work)
+    assert "--set kda=auto" in caught.value.text() and "needs sm_90" in caught.value.text()
+
+
+@pytest.mark.parametrize(
+    ("sm", "chosen", "outcome"),
+    [
+        *[(sm, "bf16", "default") for sm in ("12.0", "8.9", "8.6", "8.0")],
+        *[(sm, "fp32", "fallback") for sm in ("7.5", "7.0", "6.1", "5.2")],
+    ],
+)
+def test_auto_takes_the_best_rung_a_card_has_and_counts_what_it_gave_up(sm: str, chosen: str, outcome: str) -> None:
+    plan = compile_plan(request(), fleet(1e12, sm=sm), account())
+    dtype = plan["ranks"][0]["dtype"]
+    assert (dtype["chosen"], dtype["outcome"]) == (chosen, outcome)
+    assert plan["counts"]["dtype"][chosen] == 1
+    assert plan["counts"]["capability"]["fp16"] == (sm != "5.2") and plan["counts"]["capability"]["bf16"] == (
+        chosen == "bf16"
+    )
+    assert plan["counts"]["fallbacks"] == (outcome == "fallback")
+
+
+def test_ranks_of_unlike_dtypes_reduce_in_fp32_and_say_so() -> None:
+    found = fleet(4e12, 1e12)
+    found["devices"]["GPU-1"]["sm"]["value"] = "7.5"
+    plan = compile_plan(request(), found, account())
+    reduce = plan["exchange"]["reduce_dtype"]
+    assert reduce["chosen"] == "fp32" and reduce["outcome"] == "fallback"
+    alike = compile_plan(request(), fleet(1e12, 1e12), account())
+    assert alike["exchange"]["reduce_dtype"]["chosen"] == "bf16"
+    assert alike["exchange"]["payload"]["value"] * 2 == plan["exchange"]["payload"]["value"]
