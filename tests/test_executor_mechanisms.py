@@ -1,0 +1,65 @@
+"""Memory mechanisms: what is exact is bit-equal, what is offered says where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from executor.mechanisms import muon_state_bf16, recompute
+from executor.models.presets import TINY
+from executor.workloads import configure, values
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    made: nn.Module = TINY.build(values(configure(TINY, {"layers": "2"})), {"kda": "chunk_torch"})
+    return made
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recomputed_gradients_and_loss_are_bit_equal(bf16: bool) -> None:
+    plain, recomputed = model(), model()
+    recompute.apply(recomputed)
+    tokens = torch.randint(256, (2, 41))
+    losses = []
+    for each in (plain, recomputed):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = each(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    for (name, a), (other, b) in zip(plain.named_parameters(), recomputed.named_parameters(), strict=True):
+        assert name == other
+        assert a.grad is not None and b.grad is not None
+        assert torch.equal(a.grad, b.grad), name
+
+
+def test_recomputation_runs_each_block_twice() -> None:
+    each = model()
+    runs = []
+    each.blocks[0].mix.register_forward_hook(lambda *_: runs.append(1))
+    recompute.apply(each)
+    tokens = torch.randint(256, (1, 17))
+    each(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert len(runs) == 2
+
+
+def test_a_model_without_blocks_cannot_be_recomputed() -> None:
+    with pytest.raises(ValueError, match="has none"):
+        recompute.apply(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "facts", "ok", "reason"),
+    [
+        (recompute, {"device": "cpu"}, True, "needs nothing"),
+        (recompute, {"device": "mps"}, False, "offered on cpu and cuda; this rank is mps"),
+        (muon_state_bf16, {"device": "cuda", "opt": "muon"}, True, "storage only"),
+        (muon_state_bf16, {"device": "cuda", "opt": "adamw"}, False, "no Muon momentum under --opt adamw"),
+    ],
+)
+def test_eligibility_gives_its_reason(mechanism: object, facts: dict[str, str], ok: bool, reason: str) -> None:
+    found, why = mechanism.eligibility(facts)  # type: ignore[attr-defined]
+    assert found is ok
+    assert reason in why
