@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_a_window_is_read_by_one_rank_and_step_only_within_an_epoch() -> None:
     seen = [reader.window(step * 6 + i) for step in range(steps) for i in range(6)]
     assert len(set(seen)) == len(seen)
     starts = sorted(start for _, start in seen)
-    assert all(b - a >= 16 for a, b in zip(starts, starts[1:], strict=False)), "two windows share a byte"
+    assert all(b - a >= 16 for a, b in pairwise(starts)), "two windows share a byte"
     assert starts[-1] + 16 <= reader.corpora[0].split, "a window reaches into the held-out part"
 
 
@@ -166,5 +167,5 @@ def test_stdlib_is_its_python_text_in_order_without_tests(tmp_path: Path) -> Non
 def test_slots_outside_the_global_batch_and_lengths_beyond_the_stride_are_errors(
     offset: int, count: int, seq: int
 ) -> None:
-    with pytest.raises(ValueError, match="must be within|not within"):
+    with pytest.raises(ValueError, match=r"must be within|not within"):
         Reader([(corpus(40_000), 1)], 0, 32).batch(0, 6, offset, count, seq)

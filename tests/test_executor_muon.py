@@ -71,8 +71,9 @@ def test_bf16_newton_schulz_equals_torchs_muon_up_to_the_rounding_of_batched_pro
         set_gradients(reference, step)
         own.apply(own.updates(), 0.02)
         torchs.step()
-    for (_, p), (_, r) in zip(named, reference, strict=True):
-        assert float((p - r).detach().norm() / r.detach().norm()) < 2e-3
+    for (_, p), (_, r), (_, s) in zip(named, reference, matrices(), strict=True):
+        way = float((r - s).detach().norm())
+        assert float((p - r).detach().norm()) < 4e-3 * way  # one rounding to bf16 is 2^-9
 
 
 def test_momentum_and_the_look_ahead_are_those_of_torchs_muon_bit_for_bit() -> None:

@@ -108,7 +108,7 @@ def test_both_halves_are_resolved_with_typed_values_and_reasons() -> None:
 
 def test_a_models_key_that_belongs_to_the_runtime_is_an_error() -> None:
     class Clashing:
-        name, sizes, kernels, depth = "clashing", TINY.sizes, {}, None  # noqa: RUF012
+        name, sizes, kernels, depth = "clashing", TINY.sizes, {}, None
         keys = (Key("muon_lr", "float", 1.0, ""),)
 
         def build(self, *_: object) -> None: ...
@@ -128,8 +128,8 @@ def test_tiny_has_under_a_million_parameters_and_routes_its_block_matrices_to_mu
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
     routed = split(model, "muon")
     assert {name.split(".", 2)[2] for name, _ in routed.muon} == {
-        *(f"mix.{m}.weight" for m in "q k v out beta decay_down decay_up gate_down gate_up".split()),
-        *(f"ffn.{m}.weight" for m in "gate up down".split()),
+        *(f"mix.{m}.weight" for m in ("q", "k", "v", "out", "beta", "decay_down", "decay_up", "gate_down", "gate_up")),
+        *(f"ffn.{m}.weight" for m in ("gate", "up", "down")),
     }
     assert {name for name, _ in routed.adamw} >= {"embedding.weight", "head.weight", "blocks.0.mix.conv.weight"}
     everything = split(model, "adamw")
