@@ -105,12 +105,12 @@ def _source(devices: Any, record: Any) -> str:
     return devices or "auto"
 
 
-def _calibration(paths: Sequence[str] | None) -> list[str]:
-    from planner.request import Usage
+def _calibration(paths: Sequence[str] | None) -> list[dict[str, Any]]:
+    """What the measured plans at ``paths`` teach, as rows of the request."""
+    from planner.calibration import rows
+    from schemas.store import load
 
-    if paths:
-        raise Usage("--calibrate is not built yet: plan without it, or with --benchmark")
-    return []
+    return [row for path in paths or () for row in rows(load(path), path)]
 
 
 def _note(message: str) -> None:

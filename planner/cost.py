@@ -15,6 +15,7 @@ MASTER_BYTES = 4
 GRADIENT_BYTES = 4
 MOMENTUM_BYTES = 4
 ADAMW_BYTES = 8
+UNIT_RATES = (1.0, float("inf"), 0.0)  # where rates are unknown and a measured ratio is seconds a FLOP
 BACKWARD_SHARE = 2 / 3  # of forward and backward: two of a layer's three products
 
 
@@ -42,6 +43,18 @@ def exposed_seconds(own: float, slowest: float, all_reduce: float, buckets: floa
     return slowest - own + all_reduce - hidden
 
 
+def ratio_at(points: Sequence[Sequence[float]], batch: float, at: int = 1) -> float:
+    """The ratio at ``batch`` from points (batch, ratio, low, high) of rising batch, ``at`` 1, 2 or 3: between two, a
+    straight line; outside of them, the nearest; 1 where there is none."""
+    below = [point for point in points if point[0] <= batch]
+    above = [point for point in points if point[0] >= batch]
+    if not below or not above:
+        nearest = below[-1:] or above[:1]
+        return nearest[0][at] if nearest else 1.0
+    (b0, b1), (r0, r1) = (below[-1][0], above[0][0]), (below[-1][at], above[0][at])
+    return r0 if b1 == b0 else r0 + (r1 - r0) * (batch - b0) / (b1 - b0)
+
+
 @dataclass(frozen=True)
 class Rank:
     """What the formulas need of one rank, taken from a draft by the passes."""
@@ -55,6 +68,8 @@ class Rank:
     newton_schulz_bytes: int
     reduce_bytes: int
     overhead: float  # what the allocator takes for a byte asked of it
+    compute_ratios: Sequence[Sequence[float]] = ()  # (batch, measured / modelled, low, high), by rising batch
+    optimizer_ratios: Sequence[Sequence[float]] = ()
 
     def variant(self, mechanisms: Collection[str]) -> Mapping[str, Mapping[str, float]]:
         """The account's forward and backward under ``mechanisms``."""
@@ -84,13 +99,15 @@ class Rank:
         """The optimizer's step, without sending updates. The rank's rates must be known."""
         assert self.rates is not None
         work = self.update_work()
-        return seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
+        modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
+        return modelled * ratio_at(self.optimizer_ratios, 0)
 
     def compute_seconds(self, b: int, t: int, mechanisms: Collection[str] = ()) -> float:
         """t_r(b): forward and backward without exchange. The rank's rates must be known."""
         assert self.rates is not None
         work = self.work(b, t, mechanisms)
-        return seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
+        modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
+        return modelled * ratio_at(self.compute_ratios, b)
 
     def memory(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, int]:
         """Bytes by component; every state that the optimizer will ever make is counted from the start."""
@@ -127,7 +144,7 @@ class Rank:
         for place in self.owned:
             name = shape_name(self.account["matrices"][place])
             stacks[name] = stacks.get(name, 0) + int(shapes[name]["temporary"])
-        received = self.newton_schulz_bytes * self.account["parameters"]["muon"]
+        received = self.newton_schulz_bytes * int(self.account["parameters"]["muon"])
         return max(received + max(stacks.values(), default=0), int(self.account["adamw"]["temporary"]))
 
 

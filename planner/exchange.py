@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner import constants
+from planner.calibrated import calibrated_time
+from planner.calibration import calibrate_link
 from planner.cost import DTYPE_BYTES
 from planner.ledger import Ledger
+from planner.link import all_gather_seconds, all_reduce_seconds, lane_rate, ring_volume
 from planner.ranks import elements_of, rank_facts, world_size
 from schemas.document import unknown
 from schemas.form import Json
-
-# Transfers a second and lane, by the share of bits the line code leaves: 8b/10b to generation 2, 128b/130b from 3 on,
-# and from 6 on flits of 242 of 256 bytes (PCI Express base specification).
-_LANE_BITS = {1: 2.5e9 * 0.8, 2: 5e9 * 0.8, 3: 8e9 * 128 / 130, 4: 16e9 * 128 / 130, 5: 32e9 * 128 / 130}
-_LANE_BITS[6] = 64e9 * 242 / 256
 
 
 def exchange(
@@ -27,33 +25,21 @@ def exchange(
         return ledger.draft
     _link(ledger)
     _payload(ledger, world)
+    calibrate_link(ledger, request, world)
     link = ["/exchange/latency", "/exchange/rate"]
-    ledger.compute(
+    calibrated_time(
+        ledger,
         "/exchange/seconds",
-        "s",
+        "/exchange/calibration/all_reduce",
         lambda payload, buckets, latency, rate: all_reduce_seconds(payload, world, rate, latency, buckets),
-        ["/exchange/payload", "/exchange/buckets", *link],
-        "ring all-reduce: 2(P-1) steps of latency a bucket, and the volume over the link",
+        ["/exchange/payload", "/exchange/buckets"],
+        link,
+        ("ring all-reduce: 2(P-1) steps of latency a bucket, and the volume over the link", None),
         measurable=True,
     )
     if "owners" in ledger.draft["exchange"]:
         _owners(ledger, account, world, link)
     return ledger.draft
-
-
-def ring_volume(payload: float, world: int) -> float:
-    """Bytes that each rank of a ring all-reduce sends: a reduce-scatter and an all-gather of 1/P slices."""
-    return 2 * (world - 1) / world * payload
-
-
-def all_reduce_seconds(payload: float, world: int, rate: float, latency: float, buckets: float) -> float:
-    """Time of a ring all-reduce of ``payload`` bytes over a link of ``rate`` B/s, in so many buckets."""
-    return buckets * 2 * (world - 1) * latency + ring_volume(payload, world) / rate
-
-
-def all_gather_seconds(share: float, world: int, rate: float, latency: float) -> float:
-    """Time of a ring all-gather in which every rank sends ``share`` bytes of its own."""
-    return (world - 1) * (latency + share / rate)
 
 
 def _payload(ledger: Ledger, world: int) -> None:
@@ -93,11 +79,6 @@ def _link(ledger: Ledger) -> None:
     ledger.compute("/exchange/rate", "B/s", slowest, sources, why)
 
 
-def lane_rate(generation: int) -> float:
-    """Bytes a second of one lane of a PCI Express ``generation``. Raises KeyError for one that is not listed."""
-    return _LANE_BITS[generation] / 8
-
-
 def _loopback(ledger: Ledger) -> None:
     nodes = ledger.draft["fleet"]["nodes"]
     for name, assumed in (("rate", constants.LOOPBACK_RATE), ("latency", constants.LOOPBACK_LATENCY)):
@@ -118,10 +99,12 @@ def _owners(ledger: Ledger, account: Mapping[str, Json], world: int, link: list[
     inputs = ["/exchange/owners", "/workload/config/ns_dtype"]
     why = f"updates of the largest owner at {width} B an element: every rank sends that much, padded"
     ledger.compute("/exchange/owners_payload", "B", lambda *_: most * width, inputs, why, measurable=True)
-    ledger.compute(
+    calibrated_time(
+        ledger,
         "/exchange/owners_seconds",
-        "s",
+        "/exchange/calibration/owners",
         lambda payload, latency, rate: all_gather_seconds(payload, world, rate, latency),
-        ["/exchange/owners_payload", *link],
-        "ring all-gather: P-1 steps of one rank's share",
+        ["/exchange/owners_payload"],
+        link,
+        ("ring all-gather: P-1 steps of one rank's share", None),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from planner.cost import Rank, exposed_seconds
-from planner.exchange import all_gather_seconds, all_reduce_seconds
+from planner.cost import Rank, exposed_seconds, ratio_at
 from planner.ledger import Ledger
+from planner.link import all_gather_seconds, all_reduce_seconds
 from planner.ranks import rank_facts, sharing, world_size
 from schemas.document import unknown
 from schemas.form import Json
@@ -28,23 +28,21 @@ def gains(ledger: Ledger, account: Mapping[str, Json]) -> None:
     """Put the two gains and the times they come from, as formulas over the rates, so that a rate's range moves both
     sides of a quotient together."""
     fleet = _Fleet(ledger, account)
-    pointers = [f"/ranks/{place}/rates/{name}" for place in range(len(fleet.ranks)) for name in _RATES]
-    pointers += ["/exchange/latency", "/exchange/rate"]
-    if any(ledger.value(pointer) is None for pointer in pointers):
+    if any(value is None for value in fleet.nominal.values()):
         for name in ("even", "best"):
             why = "a rank's rates or the link's are unknown"
-            ledger.put(f"/step/gain_over_{name}", unknown("", why, inputs=pointers))
+            ledger.put(f"/step/gain_over_{name}", unknown("", why, inputs=fleet.inputs))
         return
     for name, even in (("even_seconds", True), ("best_alone_seconds", False)):
         side = "the same global batch split evenly" if even else "the best device alone with the whole global batch"
         ledger.compute(
-            f"/step/{name}", "s", lambda *v, even=even: fleet.other(v, even), pointers, f"step time of {side}"
+            f"/step/{name}", "s", lambda *v, even=even: fleet.other(v, even), fleet.inputs, f"step time of {side}"
         )
         ledger.compute(
             f"/step/gain_over_{'even' if even else 'best'}",
             "",
             lambda *v, even=even: fleet.other(v, even) / fleet.times(v).planned,
-            pointers,
+            fleet.inputs,
             f"that time / this plan's: {side}",
         )
 
@@ -62,21 +60,42 @@ class _Fleet:
         self.payload, self.buckets = ledger.value("/exchange/payload"), ledger.value("/exchange/buckets")
         owned = draft["exchange"].get("owners_payload")
         self.owned = None if owned is None else owned["value"]
+        taught = draft["exchange"].get("calibration", {})
+        self.link_ratios = [taught[part]["value"] if part in taught else () for part in ("all_reduce", "owners")]
+        self._rates(ledger)
+
+    def _rates(self, ledger: Ledger) -> None:
+        """The rates at their own values, by pointer, and the pointers whose ranges move the times: where a measured
+        ratio speaks, a rate's range says nothing more, and the calibration is the input instead."""
+        self.nominal: dict[str, float | None] = {}
+        self.inputs: list[str] = []
+        for place, rank in enumerate(self.ranks):
+            pointers = [f"/ranks/{place}/rates/{name}" for name in _RATES]
+            values = rank.rates or (None, None, None)
+            self.nominal |= dict(zip(pointers, values, strict=True))
+            self.inputs += [f"/ranks/{place}/calibration/compute"] if rank.compute_ratios else pointers
+        link = ["/exchange/latency", "/exchange/rate"]
+        self.nominal |= {pointer: ledger.value(pointer) for pointer in link}
+        self.inputs += ["/exchange/calibration/all_reduce"] if self.link_ratios[0] else link
 
     def times(self, values: Sequence[float]) -> Times:
-        """The three times at ``values``: three rates a rank entry, then latency and rate of the link."""
-        latency, rate = values[-2:]
-        ranks = [
-            dataclasses.replace(rank, rates=(values[3 * place], values[3 * place + 1], values[3 * place + 2]))
-            for place, rank in enumerate(self.ranks)
-        ]
+        """The three times with ``inputs`` at ``values`` and all else at its own."""
+        at: dict[str, Any] = {**self.nominal, **dict(zip(self.inputs, values, strict=True))}
+        latency, rate = at["/exchange/latency"], at["/exchange/rate"]
+        ranks = [self._at(place, at) for place in range(len(self.ranks))]
         reduce = all_reduce_seconds(self.payload, self.world, rate, latency, self.buckets)
+        reduce *= ratio_at(self.link_ratios[0], 0)
         sending = 0.0 if self.owned is None else all_gather_seconds(self.owned, self.world, rate, latency)
-        planned = [self._part(ranks, place, float(b)) for place, (b, _) in enumerate(self.shapes)]
-        even = [self._part(ranks, place, self.total / self.world) for place in range(len(ranks))]
+        sending *= ratio_at(self.link_ratios[1], 0)
+        planned = [self._part(rank, place, float(self.shapes[place][0])) for place, rank in enumerate(ranks)]
+        even = [self._part(rank, place, self.total / self.world) for place, rank in enumerate(ranks)]
         updates = [rank.update_seconds() for rank in ranks]
         alone = min(self._alone(ranks[place], place) for place in range(len(ranks)))
-        return Times(*(self._fleet(computes, updates, reduce, sending) for computes in (planned, even)), alone)
+        return Times(self._fleet(planned, updates, reduce, sending), self._fleet(even, updates, reduce, sending), alone)
+
+    def _at(self, place: int, at: Mapping[str, Any]) -> Rank:
+        products, bandwidth, launch = (at[f"/ranks/{place}/rates/{name}"] for name in _RATES)
+        return dataclasses.replace(self.ranks[place], rates=(products, bandwidth, launch))
 
     def other(self, values: Sequence[float], even: bool) -> float:
         times = self.times(values)
@@ -89,10 +108,10 @@ class _Fleet:
             for own, update in zip(computes, updates, strict=True)
         )
 
-    def _part(self, ranks: Sequence[Rank], place: int, samples: float) -> float:
+    def _part(self, rank: Rank, place: int, samples: float) -> float:
         """Forward and backward of ``samples`` sequences; a fraction is taken between its neighbours."""
         low, length, mechanisms = max(1, int(samples)), self.shapes[place][1], self.mechanisms[place]
-        at, after = (ranks[place].compute_seconds(b, length, mechanisms) for b in (low, low + 1))
+        at, after = (rank.compute_seconds(b, length, mechanisms) for b in (low, low + 1))
         return at + (after - at) * (samples - low)
 
     def _alone(self, rank: Rank, place: int) -> float:

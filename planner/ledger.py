@@ -23,7 +23,7 @@ class Ledger:
     def put(self, pointer: str, item: Json) -> Json:
         """Set ``item`` at ``pointer``, making the objects on the way, and give it back."""
         *folders, last = pointer.split("/")[1:]
-        place = self.draft
+        place: Json = self.draft
         for key in folders:
             place = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
         place[last] = item

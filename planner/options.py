@@ -85,7 +85,7 @@ def _plan() -> Parser:
     _choice(made, "--opt", ("muon", "adamw"), "optimizer of the matrices")
     _choice(made, "--shard", ("none", "fsdp"), "whether parameters are sharded over the ranks")
     _choice(made, "--reduce", request.DTYPES, "dtype of the gradient all-reduce")
-    add("--calibrate", _paths, "PLAN[,...]", "plans whose measured runs the plan learns from (not built yet: refused)")
+    add("--calibrate", _paths, "PLAN[,...]", "measured plans whose newest finished runs this plan learns from")
     return made
 
 

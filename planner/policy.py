@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner import constants
+from planner.calibration import calibrate_ranks
 from planner.layout import device_pointer, per_rank
 from planner.ledger import Ledger
 from planner.legality import kernel_veto, rung_verdict
@@ -32,6 +33,7 @@ def policy(
     _backend(ledger)
     if world_size(draft) > 1:
         _reduce_dtype(ledger, request["reduce"])
+    calibrate_ranks(ledger, request, account)
     return ledger.draft
 
 

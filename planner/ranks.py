@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner import constants
-from planner.cost import DTYPE_BYTES, Rank
+from planner.cost import DTYPE_BYTES, UNIT_RATES, Rank
 from planner.layout import device_pointer, per_rank
 from planner.ledger import Ledger
 from schemas.document import reading
@@ -34,6 +34,9 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
     entry = draft["ranks"][place]
     sets = [owned_by(draft, account, rank) for rank in entry["members"]]
     rates = tuple(entry["rates"][name]["value"] for name in ("products", "bandwidth", "launch"))
+    taught = {part: item["value"] for part, item in entry.get("calibration", {}).items()}
+    if None in rates and "compute" in taught:
+        rates = UNIT_RATES
     config, exchange = draft["workload"]["config"], draft["exchange"]
     return Rank(
         kind=kind_of(draft, entry),
@@ -45,6 +48,8 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         newton_schulz_bytes=DTYPE_BYTES[config["ns_dtype"]["chosen"]],
         reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
         overhead=constants.ALLOCATOR_OVERHEAD[kind_of(draft, entry)].value,
+        compute_ratios=taught.get("compute", ()),
+        optimizer_ratios=taught.get("optimizer", ()),
     )
 
 

@@ -170,21 +170,23 @@ def _source(part: str) -> tuple[str, int]:
     return path, whole(tail, 1, LARGEST_WEIGHT, "a weight of --data")
 
 
-def compose(asked: Mapping[str, Any], data: Sequence[Mapping[str, Json]], source: str, seals: Sequence[str]) -> Json:
+def compose(
+    asked: Mapping[str, Any], data: Sequence[Mapping[str, Json]], source: str, calibration: Sequence[Mapping[str, Json]]
+) -> Json:
     """The request document: the normalised asked values, None where nothing was asked.
 
     Args:
         asked: each option's parsed value by its name.
         data: rows of name, weight, length in bytes and sha256.
         source: "auto", "cpu:N" or, where records were given, "record:" and the beginnings of their digests, not a path.
-        seals: the seal digests of the plans to calibrate by.
+        calibration: what the measured plans teach, as rows (see planner.calibration).
     """
     return {
         "devices": source,
         "set": settings(asked.get("set") or ()),
         "data": [dict(row) for row in data],
         "benchmark": bool(asked.get("benchmark")),
-        "calibrate": list(seals),
+        "calibrate": list(calibration),
         **{name: asked.get(name) for name in PLAIN},
     }
 

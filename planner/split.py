@@ -66,19 +66,19 @@ def largest_within(most: int, holds: Callable[[int], bool]) -> int:
 def _trim(batches: list[list[int]], groups: Sequence[Group], excess: int) -> None:
     """Take ``excess`` samples back, each from the rank that is slowest then; of equals the one with most samples,
     then the last."""
-    heap = [
-        (-group.seconds(batch), -batch, -place, -rank)
-        for place, group in enumerate(groups)
-        for rank, batch in enumerate(batches[place])
-        if batch > 1
-    ]
+    heap: list[tuple[float, int, int, int]] = []
+    for place, group in enumerate(groups):
+        for rank, batch in enumerate(batches[place]):
+            heap.append((-group.seconds(batch), -batch, -place, -rank))
     heapq.heapify(heap)
-    for _ in range(excess):
-        _, batch, place, rank = (-value for value in heapq.heappop(heap))
-        left = int(batch) - 1
-        batches[int(place)][int(rank)] = left
-        if left > 1:
-            heapq.heappush(heap, (-groups[int(place)].seconds(left), -left, -place, -rank))
+    while excess > 0:
+        _, batch, place, rank = heapq.heappop(heap)
+        left = -batch - 1
+        if left < 1:
+            continue
+        batches[-place][-rank] = left
+        excess -= 1
+        heapq.heappush(heap, (-groups[-place].seconds(left), -left, place, rank))
 
 
 def assign_owners(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from planner.calibrated import calibrated_time
 from planner.cost import exposed_seconds, seconds
 from planner.gain import gains
 from planner.ledger import Ledger
 from planner.ranks import kind_of, rank_facts, world_size
-from schemas.document import reading, resolve, unknown
+from schemas.document import reading, unknown
 from schemas.form import Json
 
 _RATES = ("products", "bandwidth", "launch")
@@ -62,9 +63,10 @@ def _compute(ledger: Ledger, place: int) -> None:
 
     rates = [f"{base}/rates/{name}" for name in _RATES]
     for part, prefix in (("compute", ""), ("optimizer", "optimizer_")):
-        inputs = [f"{base}/work/{prefix}{name}" for name in ("flops", "bytes", "launches")] + rates
-        why = f"{how}FLOP / products + bytes / bandwidth"
-        ledger.compute(f"{base}/step/{part}", "s", time, inputs, why, measurable=True)
+        work = [f"{base}/work/{prefix}{name}" for name in ("flops", "bytes", "launches")]
+        said = (f"{how}FLOP / products + bytes / bandwidth", f"{base}/batch" if part == "compute" else None)
+        taught = f"{base}/calibration/{part}"
+        calibrated_time(ledger, f"{base}/step/{part}", taught, time, work, rates, said, measurable=True)
 
 
 def _exchange(ledger: Ledger, place: int) -> None:
@@ -103,38 +105,35 @@ def _fleet(ledger: Ledger) -> None:
 
 
 def _regime(ledger: Ledger) -> None:
-    """What the step's time is mostly made of, on the slowest rank."""
-    parts = _parts_of_slowest(ledger)
-    if parts is None:
+    """What the step's time is mostly made of, on the rank that computes longest."""
+    if ledger.value("/step/seconds") is None:
         ledger.put("/step/regime", unknown("", "the step's time is unknown", inputs=["/step/seconds"]))
         return
-    total = sum(parts.values())
+    entry = max(ledger.draft["ranks"], key=lambda entry: entry["step"]["compute"]["value"])
+    times = {name: item["value"] for name, item in entry["step"].items() if item["unit"] == "s"}
+    parts = _compute_parts(kind_of(ledger.draft, entry), entry, times["compute"])
+    parts["optimizer"] = times["optimizer"]
+    if "exchange" in times:
+        parts["exchange"] = times["exchange"] + times.get("owners", 0)
     name = max(parts, key=lambda key: parts[key])
-    shares = ", ".join(f"{key} {value / total:.0%}" for key, value in parts.items())
+    shares = ", ".join(f"{key} {value / times['total']:.0%}" for key, value in parts.items())
     ledger.put("/step/regime", reading(f"{name}-bound", "", "computed", shares, inputs=["/step/seconds"]))
 
 
-def _parts_of_slowest(ledger: Ledger) -> dict[str, float] | None:
-    if ledger.value("/step/seconds") is None:
-        return None
-    entries = ledger.draft["ranks"]
-    place = max(range(len(entries)), key=lambda place: entries[place]["step"]["compute"]["value"])
-
-    def value(pointer: str) -> float:
-        return float(resolve(entries[place], pointer)["value"])
-
-    products, bandwidth, launch = (value(f"/rates/{name}") for name in _RATES)
-    parts = {
-        "launch": launch * value("/work/launches"),
-        "product": value("/work/flops") / products,
-        "memory": value("/work/bytes") / bandwidth,
-        "optimizer": value("/step/optimizer"),
-    }
-    if "exchange" in entries[place]["step"]:
-        parts["exchange"] = value("/step/exchange") + (
-            value("/step/owners") if "owners" in entries[place]["step"] else 0
-        )
-    return parts
+def _compute_parts(kind: str, entry: Mapping[str, Json], compute: float) -> dict[str, float]:
+    """``compute`` seconds by what they go to. On a GPU launches hide work or work hides launches, so one is left."""
+    products, bandwidth, launch = (entry["rates"][name]["value"] for name in _RATES)
+    if None in (products, bandwidth, launch):
+        return {"compute": compute}
+    work = {key: item["value"] for key, item in entry["work"].items()}
+    parts = {"product": work["flops"] / products, "memory": work["bytes"] / bandwidth}
+    launching = launch * work["launches"]
+    if kind == "cpu":
+        parts["launch"] = launching
+    elif launching >= sum(parts.values()):
+        parts = {"launch": launching}
+    total = sum(parts.values())
+    return {key: value / total * compute for key, value in parts.items()}
 
 
 def _verdict(ledger: Ledger) -> None:

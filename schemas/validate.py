@@ -19,7 +19,7 @@ SCHEMAS: dict[str, dict[int, str]] = {
     "dormouse.account": {1: "account.schema.json"},
     "dormouse.diff": {1: "diff.schema.json"},
 }
-_SHARED = "items.schema.json"
+_SHARED = ("items.schema.json", "request.schema.json")
 
 
 def refuse_other_kind(document: Json, kind: str, name: str) -> None:
@@ -65,5 +65,6 @@ def _load(filename: str) -> Json:
 
 @cache
 def _validator(filename: str) -> Draft202012Validator:
-    registry: Registry[Json] = Registry().with_resource(_SHARED, Resource.from_contents(_load(_SHARED)))
+    shared = [(name, Resource.from_contents(_load(name))) for name in _SHARED]
+    registry: Registry[Json] = Registry().with_resources(shared)
     return Draft202012Validator(_load(filename), registry=registry)

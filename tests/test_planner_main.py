@@ -70,7 +70,7 @@ def test_json_is_a_document_of_the_diff_schema(run_plan: str, capsysbinary: Any)
         (["--devices", "RTX3060"], "names of cards are not known yet"),
         (["--devices", "nowhere.json"], "nowhere.json: cannot be read"),
         (["--opt", "sgd"], "invalid choice"),
-        (["--calibrate", "p.json"], "not built yet"),
+        (["--calibrate", "p.json"], "p.json: cannot be read: No such file or directory"),
         (["--data", "nowhere.txt"], "No such file"),
         (["--model", "huge"], "huge"),
         (["--set", "layers=many"], "layers"),

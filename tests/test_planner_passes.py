@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.compile import PASSES, compile_plan
-from planner.exchange import lane_rate, ring_volume
 from planner.layout import lay_out
+from planner.link import lane_rate, ring_volume
 from planner.refusals import RULES, Refused
 from planner.split import Group, assign_owners, split_samples
 from schemas.document import walk
