@@ -1,0 +1,59 @@
+"""Real plans for the executor's tests: a small model, a small corpus, this machine's CPU; made by the planner itself."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from executor.account import account
+from handmade import request
+from planner import probe
+from planner.compile import compile_plan
+from schemas.document import is_reading, resolve
+from schemas.seal import seal
+
+SMALL = {"layers": "2", "width": "32", "heads": "2", "ffn": "64", "eval_windows": "2", "warmup_steps_unmeasured": "2"}
+CORPUS = "corpus.txt"
+
+
+def corpus(folder: Path) -> Path:
+    """A file of 100,000 bytes of words, the same every time."""
+    path = folder / CORPUS
+    if not path.exists():
+        source = random.Random(7)
+        words = ["".join(source.choices("etaoinshrdlu", k=source.randint(2, 8))) for _ in range(200)]
+        path.write_bytes(" ".join(source.choices(words, k=40000)).encode()[:100000])
+    return path
+
+
+def plan(path: Path, ranks: int = 1, settings: dict[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
+    """A sealed plan for ``ranks`` CPU ranks of this machine that trains on the file ``path``.
+
+    ``settings`` are configuration keys over `SMALL`; ``asked`` are keys of the request.
+    """
+    chosen = {**(SMALL if "model" not in asked else {}), **{key: str(value) for key, value in (settings or {}).items()}}
+    data = path.read_bytes()
+    source = {"name": path.name, "weight": 1, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    sizes = {"seq": 32, "batch": 3, "steps": 6, "seed": 1, **asked}
+    wanted = request(devices=f"cpu:{ranks}", set=chosen, data=[source], **sizes)
+    work = _account(sizes.get("model") or "tiny", json.dumps(chosen, sort_keys=True), sizes.get("opt") or "muon")
+    return compile_plan(wanted, seal(probe.fleet(f"cpu:{ranks}")), work)
+
+
+@cache
+def _account(model: str, settings: str, opt: str) -> dict[str, Any]:
+    return seal(json.loads(json.dumps(account({"model": model, "set": json.loads(settings), "opt": opt}))))
+
+
+def with_values(made: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """``made`` with other values at some pointers (of readings, of decisions), sealed anew: another faithful plan."""
+    body = copy.deepcopy(made)
+    for pointer, value in values.items():
+        item = resolve(body, pointer)
+        item["value" if is_reading(item) else "chosen"] = value
+    return seal(body)

@@ -1,0 +1,208 @@
+"""The numeric gates of a fleet: several ranks must do what one process does, and each gate must catch its fault."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import faults
+import plans
+import ranks
+from executor import build
+from executor.data import open_corpus
+from executor.slices import data_slice, rank_slice, work_slice
+
+STEPS = 20
+BUCKET_BYTES = 64 * 1024  # several buckets even in so small a model
+LOSS_BOUND = 1e-3
+ONE_STEP_BOUND = 1e-6
+GRADIENT_BOUND = 2e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gates")
+
+
+@cache
+def fleet_plan(folder: Path, kind: str) -> dict[str, Any]:
+    """Two ranks: "equal", 3 and 3 sequences; "unchecked", that without fingerprints; "unequal", 4 and 2 without
+    clipping; "unlike", 3 and 3 with bf16 Newton-Schulz."""
+    data = plans.corpus(folder)
+    settings: dict[str, Any] = {
+        "unlike": {"ns_dtype": "bf16"}, "unequal": {"clip": 0}, "unchecked": {"fingerprint_every": 0},
+    }.get(kind, {})  # fmt: skip
+    asked = {"capacity": [[4, None], [2, None]]} if kind == "unequal" else {}
+    made = plans.plan(data, 2, settings, steps=STEPS, batch=None if asked else 3, **asked)
+    return plans.with_values(made, {"/exchange/bucket_bytes": BUCKET_BYTES})
+
+
+@cache
+def alone(folder: Path, kind: str) -> Any:
+    """The same work in one process, with the summed batch."""
+    settings = {"clip": 0} if kind == "unequal" else {}
+    made = plans.plan(plans.corpus(folder), 1, settings, steps=STEPS, batch=6)
+    return ranks.run(made, plans.corpus(folder), folder / "alone", on=(0,))[0]
+
+
+@cache
+def together(folder: Path, kind: str, fault: str | None = None, on: tuple[int, int] = (0, 1)) -> Any:
+    """Both ranks' results; of kind "unlike", rank 1 computes with other kernels."""
+    unlike = 1 if kind == "unlike" and on == (0, 1) else None
+    where = {"on": on, "fault": fault, "plain_products_on": unlike}
+    return ranks.run(fleet_plan(folder, kind), plans.corpus(folder), folder / "together", **where)
+
+
+def losses_gate(results: Any, one: Any) -> float:
+    """The largest difference of the losses over all steps."""
+    assert len(results[0]["losses"]) == STEPS, results[0]["reason"]
+    worst = float(np.abs(np.subtract(results[0]["losses"], one["losses"])).max())
+    assert worst <= LOSS_BOUND
+    return worst
+
+
+def one_step_gate(results: Any, one: Any) -> float:
+    """The largest relative difference of the weights after one step."""
+    worst = max(_relative(results[0]["weights"][name], right) for name, right in one["weights"].items())
+    assert worst <= ONE_STEP_BOUND
+    return worst
+
+
+def identity_gate(results: Any) -> None:
+    """Equal weights on both ranks after every step, as the ranks found themselves and as seen from outside."""
+    assert results[0]["outcome"] == "finished", results[0]["reason"]
+    assert results[0]["entry"]["fingerprints_compared"] == STEPS
+    assert results[0]["fingerprints"] == results[1]["fingerprints"]
+    assert len(set(results[0]["fingerprints"])) == STEPS
+
+
+def gradient_gate(results: Any, folder: Path) -> float:
+    """The first reduced gradient against (4 g0 + 2 g1) / 6, computed by hand from the windows of each rank."""
+    expected = _by_hand(fleet_plan(folder, "unequal"), plans.corpus(folder))
+    worst = max(_relative(result["gradients"][name], right) for result in results for name, right in expected.items())
+    assert worst <= GRADIENT_BOUND
+    return worst
+
+
+def _by_hand(plan: dict[str, Any], data: Path) -> dict[str, Any]:
+    total: dict[str, Any] = {}
+    for rank, weight in ((0, 4 / 6), (1, 2 / 6)):
+        _, model = build.model(work_slice(plan), dict(rank_slice(plan, rank).kernels))
+        part = data_slice(plan, rank)
+        reader = build.reader([open_corpus(data)], part)
+        model(*reader.batch(0, 6, (0, 4)[rank], (4, 2)[rank], 32)).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            total[name] = total.get(name, 0.0) + weight * parameter.grad.double().numpy()
+    return total
+
+
+def _relative(found: Any, right: Any) -> float:
+    return float(np.linalg.norm(found - right) / np.linalg.norm(right))
+
+
+def test_two_ranks_have_the_losses_of_one_process(folder: Path) -> None:
+    losses_gate(together(folder, "equal"), alone(folder, "equal"))
+    losses_gate(together(folder, "unequal"), alone(folder, "unequal"))
+
+
+def test_two_ranks_have_the_weights_of_one_process_after_a_step(folder: Path) -> None:
+    one_step_gate(together(folder, "equal"), alone(folder, "equal"))
+    one_step_gate(together(folder, "unequal"), alone(folder, "unequal"))
+
+
+def test_unequal_batches_give_the_gradient_of_the_mean_over_all_tokens(folder: Path) -> None:
+    gradient_gate(together(folder, "unequal"), folder)
+
+
+def test_both_ranks_hold_the_same_weights_after_every_step(folder: Path) -> None:
+    identity_gate(together(folder, "equal"))
+
+
+def test_a_rank_with_other_products_holds_the_same_weights(folder: Path) -> None:
+    identity_gate(together(folder, "unlike"))
+
+
+def test_a_rank_with_the_plainest_kernels_holds_the_same_weights(folder: Path) -> None:
+    identity_gate(together(folder, "unlike", on=(0, 2)))
+
+
+def test_unlike_kernels_do_round_otherwise(folder: Path) -> None:
+    """Else the two tests above would show nothing."""
+    made = plans.plan(plans.corpus(folder), 1, {"ns_dtype": "bf16"}, steps=2, batch=3)
+    same, again = (ranks.run(made, plans.corpus(folder), folder / "o", on=(0,))[0] for _ in range(2))
+    products = ranks.run(made, plans.corpus(folder), folder / "o", on=(0,), plain_products_on=0)[0]
+    plainest = ranks.run(made, plans.corpus(folder), folder / "o", on=(2,))[0]
+    assert same["fingerprints"] == again["fingerprints"]
+    assert same["fingerprints"] != products["fingerprints"]
+    assert same["fingerprints"] != plainest["fingerprints"]
+
+
+@pytest.mark.parametrize("case", faults.cases(), ids=lambda case: case["name"])
+def test_a_gate_turns_red_with_its_fault(folder: Path, case: dict[str, Any]) -> None:
+    kind = case["run"]
+    results = together(folder, kind, case["name"])
+    gates = {
+        "losses": lambda: losses_gate(results, alone(folder, kind)),
+        "one step": lambda: one_step_gate(results, alone(folder, kind)),
+        "gradient": lambda: gradient_gate(results, folder),
+        "identity": lambda: identity_gate(results),
+    }
+    with pytest.raises(AssertionError):
+        gates[case["gate"]]()
+
+
+@pytest.mark.parametrize("answer", ["stop", "skip"])
+def test_a_rank_that_is_not_finite_is_answered_by_all_at_once(folder: Path, answer: str) -> None:
+    made = plans.plan(plans.corpus(folder), 2, {"nonfinite": answer}, steps=6)
+    results = ranks.run(made, plans.corpus(folder), folder / answer, poison=(1, 3))
+    words = "rank 1: loss is not finite"
+    entry = results[0]["entry"]
+    if answer == "stop":
+        assert [result["reason"] for result in results] == [f"{words} at step 3"] * 2
+        assert (entry["outcome"], entry["steps"], entry["skipped_steps"]) == ("failed", 3, 0)
+        return
+    assert [result["outcome"] for result in results] == ["finished"] * 2
+    assert (entry["steps"], entry["skipped_steps"]) == (6, 1)
+    for result in results:
+        assert result["fingerprints"][3] == result["fingerprints"][2] != result["fingerprints"][4]
+    assert words in (folder / answer / "metrics.jsonl").read_text()
+
+
+def test_a_one_rank_plan_is_the_plain_loop_byte_for_byte(folder: Path) -> None:
+    """The loop below knows the model, the optimizers and the windows, and nothing of loop, fleet and measuring."""
+    from executor.fleet import fingerprint
+    from executor.optim.adamw import AdamW
+    from executor.optim.muon import Muon
+    from executor.optim.routing import split
+    from executor.run import Places, execute
+
+    data, batch, seq = plans.corpus(folder), 4, 32
+    made = plans.plan(data, 1, steps=STEPS, batch=batch)
+    done = execute(made, Places(None, folder / "plain", (data,)))
+    work = work_slice(made)
+    config = work.config
+
+    _, model = build.model(work, {"kda": "chunk_torch"})
+    reader = build.reader([open_corpus(data)], data_slice(made, 0))
+    routed = split(model, "muon")
+    muon = Muon(routed.muon, [0] * len(routed.muon), 0)
+    adamw = AdamW(routed.adamw)
+    for step in range(STEPS):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        model(*reader.batch(step, batch, 0, batch, seq)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step < config["warmup"]:
+            factor = (step + 1) / config["warmup"]
+        else:
+            factor = 1.0 - 0.9 * ((step - config["warmup"]) / (STEPS - 1 - config["warmup"]))
+        muon.apply(muon.updates(), 0.02 * factor)
+        adamw.step(0.003 * factor)
+    assert done.entry is not None
+    assert done.entry["fingerprint"] == fingerprint(model)
