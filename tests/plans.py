@@ -1,4 +1,4 @@
-"""Real plans for the executor's tests: a small model, a small corpus, this machine's CPU; made by the planner itself."""
+"""Real plans for the executor's tests: a small model and corpus, this machine's CPU; made by the planner itself."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from executor.account import account
 from handmade import request
+
+from executor.account import account
 from planner import probe
 from planner.compile import compile_plan
 from schemas.document import is_reading, resolve
