@@ -35,7 +35,8 @@ def corpus(folder: Path) -> Path:
 def plan(path: Path, ranks: int = 1, settings: dict[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
     """A sealed plan for ``ranks`` CPU ranks of this machine that trains on the file ``path``.
 
-    ``settings`` are configuration keys over `SMALL`; ``asked`` are keys of the request.
+    ``settings`` are configuration keys over `SMALL`; ``asked`` are keys of the request. Every rank has one thread: so
+    small a model gains nothing by two, and tests run beside each other.
     """
     chosen = {**(SMALL if "model" not in asked else {}), **{key: str(value) for key, value in (settings or {}).items()}}
     data = path.read_bytes()
@@ -43,7 +44,8 @@ def plan(path: Path, ranks: int = 1, settings: dict[str, Any] | None = None, **a
     sizes = {"seq": 32, "batch": 3, "steps": 6, "seed": 1, **asked}
     wanted = request(devices=f"cpu:{ranks}", set=chosen, data=[source], **sizes)
     work = _account(sizes.get("model") or "tiny", json.dumps(chosen, sort_keys=True), sizes.get("opt") or "muon")
-    return compile_plan(wanted, seal(probe.fleet(f"cpu:{ranks}")), work)
+    made = compile_plan(wanted, seal(probe.fleet(f"cpu:{ranks}")), work)
+    return with_values(made, {f"/ranks/{place}/threads": 1 for place in range(len(made["ranks"]))})
 
 
 @cache

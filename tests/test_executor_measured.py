@@ -1,0 +1,107 @@
+"""What is measured: taken from what was really there, put beside what was predicted, or absent with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plans
+from executor import measured
+from executor.clock import Clock
+from executor.peaks import CpuProbe, storage_bytes
+from executor.run import Places, execute
+from schemas.document import is_reading, resolve, walk
+from schemas.seal import append_run, verify
+
+
+def run(tmp_path: Path, steps: int, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the plan, the entry) of a one-rank run."""
+    data = plans.corpus(tmp_path)
+    plan = plans.plan(data, 1, steps=steps, **more)
+    done = execute(plan, Places(None, tmp_path / "run", (data,)))
+    assert done.entry is not None
+    return plan, done.entry
+
+
+def test_every_measurable_reading_is_measured_or_absent_and_predictions_are_copied(tmp_path: Path) -> None:
+    plan, entry = run(tmp_path, 6)
+    flagged = {pointer for pointer, item in walk(plan) if item.get("measurable")}
+    labels = [*entry["measured"], *entry["absent"]]
+    assert flagged <= {label.split(" @")[0] for label in labels}
+    assert len(set(labels)) == len(labels)
+    assert all(entry["absent"].values())
+    for label, line in entry["measured"].items():
+        item = resolve(plan, label.split(" @")[0])
+        assert line["predicted"] == (item["value"] if is_reading(item) else item["chosen"])
+    verify(append_run(plan, entry), "recorded")
+
+
+def test_nothing_of_a_cpu_run_is_left_unmeasured(tmp_path: Path) -> None:
+    _, entry = run(tmp_path, 6)
+    assert entry["absent"] == {}
+
+
+def test_a_run_too_short_for_the_profiler_says_so(tmp_path: Path) -> None:
+    _, entry = run(tmp_path, 3)
+    assert "3 steps has none to spare" in entry["absent"]["/ranks/0/memory/peak @0"]
+    assert entry["measured"]["/ranks/0/memory/masters @0"]["value"] > 0
+
+
+def test_the_parts_of_a_step_make_its_total(tmp_path: Path) -> None:
+    _, entry = run(tmp_path, 8)
+    value = {label: line["value"] for label, line in entry["measured"].items()}
+    parts = value["/ranks/0/step/compute @0"] + value["/ranks/0/step/optimizer @0"]
+    assert parts == pytest.approx(value["/ranks/0/step/total @0"], rel=0.3)  # medians of parts, of few steps
+    assert value["/step/seconds"] == value["/ranks/0/step/total @0"]
+
+
+def test_state_is_the_bytes_of_live_storages(tmp_path: Path) -> None:
+    plan, entry = run(tmp_path, 3)
+    elements = {key: item["value"] for key, item in plan["workload"]["parameters"].items()}
+    value = {label: line["value"] for label, line in entry["measured"].items()}
+    assert value["/ranks/0/memory/masters @0"] == 4 * elements["total"]
+    assert value["/ranks/0/memory/adamw_state @0"] == 8 * elements["adamw"]
+    assert value["/ranks/0/memory/muon_momentum @0"] == 4 * elements["muon"]
+
+
+def test_a_storage_that_several_tensors_share_counts_once() -> None:
+    whole = torch.zeros(100)
+    assert storage_bytes([whole, whole[:50], whole.view(10, 10)]) == 400
+
+
+def test_the_profiler_finds_the_highest_bytes_of_each_phase() -> None:
+    probe = CpuProbe(6, lambda: 1000)
+    probe.begin(1)
+    kept = torch.empty(250_000)  # 1 MB
+    passing = torch.empty(500_000)  # 2 MB
+    del passing
+    probe.optimizer()
+    passing = torch.empty(750_000)  # 3 MB
+    del passing, kept
+    probe.end()
+    assert probe.peaks.absent is None
+    assert probe.peaks.backward == 1000 + 3_000_000
+    assert probe.peaks.optimizer == 1000 + 4_000_000
+
+
+def test_spans_that_overlap_count_once() -> None:
+    clock = Clock("cpu")
+    assert clock.union([(0.0, 1.0), (0.5, 2.0), (5.0, 6.0), (5.2, 5.4)]) == pytest.approx(3.0)
+    assert clock.union([]) == 0.0
+
+
+def test_a_rank_that_gave_nothing_is_absent_with_the_reason(tmp_path: Path) -> None:
+    plan = plans.plan(plans.corpus(tmp_path), 2, steps=4)
+    found, absent = measured.lines(plan, {}, "the run failed before")
+    assert found == {}
+    assert absent["/ranks/0/memory/peak @1"] == "the run failed before"
+    assert len(absent) == sum(2 if p.startswith("/ranks") else 1 for p, i in walk(plan) if i.get("measurable"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_dtype_that_the_products_had_is_recorded(tmp_path: Path, dtype: str) -> None:
+    _, entry = run(tmp_path, 2, dtype=dtype)
+    assert entry["measured"]["/ranks/0/dtype @0"]["value"] == dtype
