@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.count import Form, Tally, bilinear
+from executor.count import Counts, Form, Tally, bilinear
+from executor.count_updates import adamw_counts, apply_counts, newton_schulz_counts
 from executor.mechanisms import muon_state_bf16, recompute
-from executor.optim.adamw import AdamW
-from executor.optim.muon import Muon
 from executor.optim.routing import Routed, split
 from executor.phantom import phantoms
 from executor.workloads import Module, configure, resolve, values
@@ -37,7 +36,6 @@ GRANULE = 16
 # weights' own temporaries are. From here on the forms are exact; below they err by a few per cent.
 POINTS = tuple((batch, length) for batch in (2, 4) for length in (128, 192))
 COUNTS = ("flops", "bytes", "launches", "saved", "peak")
-Counts = dict[str, int]
 
 
 def account(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,8 +65,9 @@ def account(request: Mapping[str, Any]) -> dict[str, Any]:
         "parameters": {route: sum(p.numel() for _, p in named) for route, named in routed._asdict().items()},
         "tensors": {route: len(named) for route, named in routed._asdict().items()},
         "matrices": [{"name": name, "shape": list(p.shape)} for name, p in routed.muon],
-        "shapes": _shapes(routed, chosen),
-        "adamw": _adamw(routed, chosen),
+        "shapes": newton_schulz_counts(routed, chosen),
+        "apply": apply_counts(routed, chosen),
+        "adamw": adamw_counts(routed, chosen),
         "compute": _compute(workload, chosen, kernels, bool(recompute.blocks(whole))),
         "kernels": {kernel: [dict(row) for row in rows] for kernel, rows in workload.kernels.items()},
         "mechanisms": _mechanisms(whole, opt),
@@ -133,38 +132,6 @@ def _mechanisms(model: nn.Module, opt: str) -> dict[str, dict[str, Any]]:
     if muon_state_bf16.eligibility({"device": "cpu", "opt": opt})[0]:
         offered[muon_state_bf16.NAME] = dict(muon_state_bf16.ROW)
     return offered
-
-
-def _shapes(routed: Routed, chosen: Mapping[str, Value]) -> dict[str, Counts]:
-    """The update of one matrix of each shape, momentum included; ns_dtype auto is counted as fp32, the larger."""
-    counted: dict[str, Counts] = {}
-    ns_dtype = torch.bfloat16 if chosen["ns_dtype"] == "bf16" else torch.float32
-    for _, parameter in routed.muon:
-        rows, columns = parameter.shape[-2:]
-        if f"{rows}x{columns}" in counted:
-            continue
-        one = nn.Parameter(torch.empty(rows, columns, device="meta"))
-        one.grad = torch.empty_like(one)
-        optimizer = Muon([("one", one)], [0], 0, ns_steps=int(chosen["ns_steps"]), ns_dtype=ns_dtype)
-        with Tally((one, one.grad, *optimizer.state_dict().values())) as tally:
-            optimizer.updates()
-        counted[f"{rows}x{columns}"] = _optimizer_counts(tally)
-    return counted
-
-
-def _adamw(routed: Routed, chosen: Mapping[str, Value]) -> Counts:
-    """One step over the whole AdamW route."""
-    for _, parameter in routed.adamw:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = AdamW(routed.adamw, weight_decay=float(chosen["weight_decay"]))
-    gradients = [p.grad for _, p in routed.adamw if p.grad is not None]
-    with Tally((*optimizer.parameters, *gradients, *optimizer.first, *optimizer.second)) as tally:
-        optimizer.step(1e-3)
-    return _optimizer_counts(tally)
-
-
-def _optimizer_counts(tally: Tally) -> Counts:
-    return {"flops": tally.flops, "bytes": tally.bytes, "launches": tally.launches, "temporary": tally.peak}
 
 
 def _compute(

@@ -34,6 +34,9 @@ _FREE = frozenset(
 _RARE_PRODUCTS = ("convolution", "scaled_dot_product", "scaled_mm", "_attention", "grouped_mm")
 
 
+Counts = dict[str, int]
+
+
 class Tally(TorchDispatchMode):
     """Counts while entered. ``known``: tensors whose storages are not counted as alive (parameters, gradients, inputs).
 

@@ -64,6 +64,7 @@ class Rank:
     rates: tuple[float, float, float] | None
     account: Mapping[str, Json]
     owned: tuple[int, ...]  # indices of the matrices whose update this rank computes
+    most_owned: int  # elements of the matrices of the rank that owns most
     world: int
     newton_schulz_bytes: int
     reduce_bytes: int
@@ -86,10 +87,12 @@ class Rank:
         return {key: polynomial(forms[key], b, t, granule) for key in ("flops", "bytes", "launches")}
 
     def update_work(self) -> dict[str, float]:
-        """The same of the optimizer: Newton-Schulz of the owned matrices by stacked shape, and AdamW."""
+        """The same of the optimizer: Newton-Schulz of the owned matrices by stacked shape, all matrices' updates
+        applied, and AdamW."""
         shapes = self.account["shapes"]
         names = [shape_name(self.account["matrices"][place]) for place in self.owned]
-        total = {key: float(self.account["adamw"][key]) for key in ("flops", "bytes", "launches")}
+        everywhere = (self.account["adamw"], self.account["apply"])
+        total = {key: float(sum(counts[key] for counts in everywhere)) for key in ("flops", "bytes", "launches")}
         for key in ("flops", "bytes"):
             total[key] += sum(shapes[name][key] for name in names)
         total["launches"] += sum(shapes[name]["launches"] for name in set(names))
@@ -138,14 +141,19 @@ class Rank:
         return int(rows * columns)
 
     def _update_bytes(self) -> int:
-        """Temporaries at the optimizer's peak: the updates of all matrices and the largest stack, or AdamW's."""
-        shapes = self.account["shapes"]
-        stacks: dict[str, int] = {}
+        """Temporaries at the optimizer's peak. Owned shapes are updated stack by stack, each beside the updates before
+        it; then, on a fleet, all are packed into one buffer as wide as the largest owner; then applied; then AdamW."""
+        stacks: dict[str, list[int]] = {}
         for place in self.owned:
-            name = shape_name(self.account["matrices"][place])
-            stacks[name] = stacks.get(name, 0) + int(shapes[name]["temporary"])
-        received = self.newton_schulz_bytes * int(self.account["parameters"]["muon"])
-        return max(received + max(stacks.values(), default=0), int(self.account["adamw"]["temporary"]))
+            stacks.setdefault(shape_name(self.account["matrices"][place]), []).append(place)
+        done = highest = 0
+        for name, places in stacks.items():
+            highest = max(highest, done + len(places) * int(self.account["shapes"][name]["temporary"]))
+            done += self.newton_schulz_bytes * sum(self._elements(place) for place in places)
+        received = self.world * self.most_owned * self.newton_schulz_bytes if self.world > 1 else done
+        packing = done + received if self.world > 1 else done
+        applying = received + int(self.account["apply"]["temporary"])
+        return max(highest, packing, applying, int(self.account["adamw"]["temporary"]))
 
 
 def peaks(components: Mapping[str, float]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from planner.calibration import calibrate_link
 from planner.cost import DTYPE_BYTES
 from planner.ledger import Ledger
 from planner.link import all_gather_seconds, all_reduce_seconds, lane_rate, ring_volume
-from planner.ranks import elements_of, rank_facts, world_size
+from planner.ranks import most_owned, world_size
 from schemas.document import unknown
 from schemas.form import Json
 
@@ -94,8 +94,7 @@ def _loopback(ledger: Ledger) -> None:
 
 def _owners(ledger: Ledger, account: Mapping[str, Json], world: int, link: list[str]) -> None:
     width = DTYPE_BYTES[ledger.value("/workload/config/ns_dtype")]
-    ranks = range(len(ledger.draft["ranks"]))
-    most = max(elements_of(account, rank_facts(ledger.draft, account, place).owned) for place in ranks)
+    most = most_owned(ledger.draft, account)
     inputs = ["/exchange/owners", "/workload/config/ns_dtype"]
     why = f"updates of the largest owner at {width} B an element: every rank sends that much, padded"
     ledger.compute("/exchange/owners_payload", "B", lambda *_: most * width, inputs, why, measurable=True)

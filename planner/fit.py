@@ -203,7 +203,7 @@ def _memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: bool) 
     put(
         "update",
         ["/workload/digest", "/workload/config/ns_dtype"],
-        "all updates as received, and the largest stack's work",
+        "temporaries of the update: the stacks' work, updates as sent and received, AdamW's",
     )
     overhead = "/fit/allocator_overhead"
     state = [f"{memory}/{name}" for name in _STATE]

@@ -29,6 +29,15 @@ def elements_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> int:
     return sum(int(shape[-2] * shape[-1]) for shape in shapes)
 
 
+def most_owned(draft: Mapping[str, Json], account: Mapping[str, Json]) -> int:
+    """Elements of the matrices of the rank that owns most."""
+    totals: dict[int, int] = {}
+    owners = draft["exchange"]["owners"]["chosen"] if "owners" in draft["exchange"] else [0] * len(account["matrices"])
+    for place, owner in enumerate(owners):
+        totals[owner] = totals.get(owner, 0) + elements_of(account, (place,))
+    return max(totals.values(), default=0)
+
+
 def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: int) -> Rank:
     """The facts of entry ``place``; where its members own unlike matrices, of the member that owns the most."""
     entry = draft["ranks"][place]
@@ -44,6 +53,7 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         rates=None if None in rates else (rates[0], rates[1], rates[2]),
         account=account,
         owned=max(sets, key=lambda owned: elements_of(account, owned)),
+        most_owned=most_owned(draft, account),
         world=world_size(draft),
         newton_schulz_bytes=DTYPE_BYTES[config["ns_dtype"]["chosen"]],
         reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,

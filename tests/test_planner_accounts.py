@@ -33,6 +33,7 @@ def _account(model: str = "tiny") -> bytes:
                 "tensors": {"muon": 1, "adamw": 1},
                 "matrices": [{"name": "w", "shape": [2, 2]}],
                 "shapes": {"2x2": UPDATE},
+                "apply": UPDATE,
                 "adamw": UPDATE,
                 "compute": {"fp32": {"plain": COST}},
                 "kernels": {},

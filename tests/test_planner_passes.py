@@ -28,7 +28,7 @@ def _opt(asked: dict[str, Any]) -> dict[str, Any]:
     if asked.get("opt") == "adamw":
         found["made_from"]["opt"] = "adamw"
         found["parameters"] = {"muon": 0, "adamw": sum(found["parameters"].values())}
-        found["matrices"], found["shapes"] = [], {}
+        found["matrices"], found["shapes"], found["apply"] = [], {}, dict.fromkeys(found["apply"], 0)
     return found
 
 
@@ -40,7 +40,7 @@ def _linear(samples: float = 1e9) -> dict[str, Any]:
     for variants in found["compute"].values():
         for forms in variants.values():
             forms |= {"flops": {**nothing, "b": samples}, "bytes": nothing, "launches": nothing, "peak": nothing}
-    found["adamw"] = dict.fromkeys(found["adamw"], 0)
+    found["adamw"] = found["apply"] = dict.fromkeys(found["adamw"], 0)
     found["parameters"] = {"muon": 0, "adamw": 1000}
     found["matrices"], found["shapes"] = [], {}
     return found

@@ -1,0 +1,61 @@
+"""What the optimizers do in a step, counted on tensors without memory by running the runtime's own optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from executor.count import Counts, Tally
+from executor.optim.adamw import AdamW
+from executor.optim.muon import Muon
+from executor.optim.routing import Routed
+from planner.door import Value
+
+
+def newton_schulz_counts(routed: Routed, chosen: Mapping[str, Value]) -> dict[str, Counts]:
+    """The update of one matrix of each shape, momentum included, by "ROWSxCOLUMNS"."""
+    counted: dict[str, Counts] = {}
+    for _, parameter in routed.muon:
+        rows, columns = parameter.shape[-2:]
+        if f"{rows}x{columns}" in counted:
+            continue
+        one = nn.Parameter(torch.empty(rows, columns, device="meta"))
+        one.grad = torch.empty_like(one)
+        optimizer = Muon([("one", one)], [0], 0, ns_steps=int(chosen["ns_steps"]), ns_dtype=_ns_dtype(chosen))
+        with Tally((one, one.grad, *optimizer.state_dict().values())) as tally:
+            optimizer.updates()
+        counted[f"{rows}x{columns}"] = _counts(tally)
+    return counted
+
+
+def apply_counts(routed: Routed, chosen: Mapping[str, Value]) -> Counts:
+    """The application of all matrices' updates, which every rank does whoever owns them."""
+    weight_decay = float(chosen["weight_decay"])
+    # Nothing is owned, so no momentum is made: applying needs none.
+    optimizer = Muon(routed.muon, [1] * len(routed.muon), 0, weight_decay=weight_decay)
+    updates = [torch.empty_like(parameter, dtype=_ns_dtype(chosen)) for _, parameter in routed.muon]
+    with Tally((*optimizer.parameters, *updates)) as tally:
+        optimizer.apply(updates, 1e-3)
+    return _counts(tally)
+
+
+def adamw_counts(routed: Routed, chosen: Mapping[str, Value]) -> Counts:
+    """One step over the whole AdamW route."""
+    for _, parameter in routed.adamw:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = AdamW(routed.adamw, weight_decay=float(chosen["weight_decay"]))
+    gradients = [p.grad for _, p in routed.adamw if p.grad is not None]
+    with Tally((*optimizer.parameters, *gradients, *optimizer.first, *optimizer.second)) as tally:
+        optimizer.step(1e-3)
+    return _counts(tally)
+
+
+def _ns_dtype(chosen: Mapping[str, Value]) -> torch.dtype:
+    """auto is counted as fp32, the larger: which it becomes is decided by the plan, for the whole fleet."""
+    return torch.bfloat16 if chosen["ns_dtype"] == "bf16" else torch.float32
+
+
+def _counts(tally: Tally) -> Counts:
+    return {"flops": tally.flops, "bytes": tally.bytes, "launches": tally.launches, "temporary": tally.peak}
