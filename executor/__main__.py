@@ -81,7 +81,6 @@ def _run(plan: dict[str, Any], options: argparse.Namespace, ranks: int) -> int:
 
         own = rank_slice(plan, rank)
         launch.confine(own.device, own.kind)
-    from executor.build import BadPlace
     from executor.honour import BadRank
     from executor.run import Places, execute
     from planner.refusals import Refused
@@ -97,7 +96,7 @@ def _run(plan: dict[str, Any], options: argparse.Namespace, ranks: int) -> int:
         done = execute(plan, places)
     except Refused as error:
         return launch.leave_code(rank, _end(error.text(), REFUSED), agreed=True)
-    except (BadPlace, BadRank) as error:
+    except BadRank as error:
         return launch.leave_code(rank, _end(str(error), USAGE), agreed=True)
     code = 0 if done.outcome == "finished" else FAILED
     if done.notice is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from executor.account import workload_digest
+from executor.build import BadPlace
 from executor.data import BadData, Corpus
 from executor.meeting import Meeting
 from executor.optim.routing import split
@@ -16,6 +17,7 @@ from executor.slices import RankSlice
 from planner import probe
 from planner.door import BadWorkload, Workload
 from planner.refusals import judge, refuse
+from planner.request import Usage
 from schemas.form import Json
 
 # The readings of a device that a plan was made for, and that the rules compare.
@@ -27,8 +29,14 @@ class BadRank(Exception):
 
 
 def device_facts(rank: RankSlice) -> tuple[dict[str, Json], dict[str, Json]]:
-    """(this rank's device as it is now, the toolchain's versions), as plain values, probed anew."""
-    body = probe.fleet("auto" if rank.kind == "cuda" else "cpu:1")
+    """(this rank's device as it is now, the toolchain's versions), as plain values, probed anew.
+
+    Where the planned card is gone, the device is the CPU, and the rules say so.
+    """
+    try:
+        body = probe.fleet("auto" if rank.kind == "cuda" else "cpu:1")
+    except Usage:  # the planned card is not among this machine's
+        body = probe.fleet("cpu:1")
     identity, device = next(iter(body["devices"].items()))
     found: dict[str, Json] = {"id": rank.device if device["kind"] == "cpu" else identity, "kind": device["kind"]}
     found |= {key: device[key]["value"] for key in _DEVICE if key in device}
@@ -60,7 +68,7 @@ def own_facts(seal: str, rank: RankSlice, gather: Callable[[], dict[str, Json]])
     }
     try:
         return row | gather()
-    except (BadData, BadWorkload) as error:
+    except (BadData, BadPlace, BadWorkload) as error:
         return row | {"fault": str(error)}
 
 

@@ -20,9 +20,11 @@ from executor.fleet import Alone, Fleet, Forward, Ranks, abandon, fingerprint
 from executor.loop import Observe, Progress, RunFailed, Training, train
 from executor.meeting import RankFailed, meet
 from executor.meter import Meter
+from executor.models.presets import TINY
 from executor.peaks import probe, storage_bytes
 from executor.reporter import Mute, Reporter, Teller
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
+from planner.door import BadWorkload
 from planner.refusals import Refused
 from schemas.form import Json
 from schemas.store import unwritable_reason
@@ -63,7 +65,7 @@ def execute(plan: Mapping[str, Json], places: Places, *, observe: Observe | None
 
     Raises:
         Refused: the plan cannot be honoured here; every rank raises it.
-        BadPlace, BadRank: a fault of the user; every rank raises it.
+        BadRank: a fault of the user (data, model); every rank raises it.
     """
     found = int(os.environ.get("WORLD_SIZE", "1"))
     refusals = honour.world_refusals(plan, found)
@@ -108,11 +110,17 @@ class _Run:
         refusal = None if self.places.record is None else unwritable_reason(self.places.record)
         row = honour.own_facts(self.plan["seal"]["digest"], self.rank, self._open)
         self.rows = honour.agree(self.plan, self.meeting, row, refusal)
-        build.settle(self.model, self.rank)
-        self.optimizers = build.optimizers(self.model, self.work, self.rank, self.exchange.owners)
-        self.device = build.device_of(self.rank.kind)
-        self.ran = smoke.launch(self.rank.rank, self.model, *self._first_batch(), self.rank.dtype)
+        self.ran = self._smoke()
         honour.agree_on_smoke(self.plan, self.meeting, self.ran)
+
+    def _smoke(self) -> dict[str, Json]:
+        self.device = build.device_of(self.rank.kind)
+        try:
+            build.settle(self.model, self.rank)
+            self.optimizers = build.optimizers(self.model, self.work, self.rank, self.exchange.owners)
+        except (BadWorkload, torch.OutOfMemoryError) as error:
+            return smoke.failed(self.rank.rank, error)
+        return smoke.launch(self.rank.rank, self.model, *self._first_batch(), self.rank.dtype)
 
     def _open(self) -> dict[str, Json]:
         """Open the data and build the model: this rank's facts of both."""
@@ -234,4 +242,5 @@ class _Run:
         return measured.of_rank(seen)
 
     def _source(self) -> str:
-        return source_digest(self.workload)
+        # Before the plan's workload is known, the digest is of the executor alone, as a preset's is.
+        return source_digest(getattr(self, "workload", TINY))

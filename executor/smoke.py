@@ -25,27 +25,33 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
         ``kernels``: of each kernel, the choice that ran (several: separated by commas).
     """
     registry.calls.clear()
-    products, error, bad = Products(), None, []
+    products, bad = Products(), []
     try:
         with products:
             with compute_in(dtype, inputs.device.type):
                 loss = model(inputs, targets)
             torch.autograd.backward(loss)
         bad = _not_finite(model, loss.detach())
-    except (RuntimeError, NotImplementedError) as caught:  # what a kernel raises that does not serve this device
-        error = f"{type(caught).__name__}: {str(caught).splitlines()[0] if str(caught) else 'no message'}"
+    except (RuntimeError, NotImplementedError) as error:  # what a kernel raises that does not serve this device
+        return failed(rank, error)
     model.zero_grad(set_to_none=False)
     ran: dict[str, list[str]] = {}
     for kernel, choice in sorted(registry.calls):
         ran.setdefault(kernel, []).append(choice)
     return {
         "rank": rank,
-        "error": error,
-        "finite": error is None and not bad,
+        "error": None,
+        "finite": not bad,
         "nonfinite": bad,
         "dtype": products.ran(),
         "kernels": {kernel: ", ".join(choices) for kernel, choices in ran.items()},
     }
+
+
+def failed(rank: int, error: Exception) -> dict[str, Json]:
+    """The row of a rank that ``error`` kept from a smoke launch."""
+    words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+    return {"rank": rank, "error": words, "finite": False, "nonfinite": [], "dtype": None, "kernels": {}}
 
 
 def _not_finite(model: nn.Module, loss: Tensor) -> list[str]:

@@ -1,0 +1,186 @@
+"""The command, as a person meets it: ranks started, one message, the exit code, the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plans
+from executor import launch
+from schemas.store import load, write
+
+HOME = Path(__file__).parent.parent
+FAILING = '''
+import os
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """Bytes to bytes; on rank 1 its sixth forward raises."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embedding, self.head, self.calls = nn.Embedding(256, width), nn.Linear(width, 256), 0
+
+    def forward(self, inputs, targets):
+        self.calls += 1
+        if self.calls == 6 and os.environ.get("RANK") == "1":
+            raise ValueError("this card fell out of its slot")
+        logits = self.head(self.embedding(inputs))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+'''
+
+
+def command(folder: Path, *words: Any, torchrun: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
+    """``python -m executor`` (or torchrun's) in ``folder``, with what torch's launcher left behind removed."""
+    start = ["-m", "torch.distributed.run", "--standalone", "-m"] if torchrun else ["-m"]
+    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, *start, "executor", *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ}, check=False,
+    )  # fmt: skip
+
+
+def written(folder: Path, ranks: int = 1, **more: Any) -> tuple[Path, Path]:
+    """(plan, data) lying in ``folder``."""
+    values = more.pop("values", {})
+    data, path = plans.corpus(folder), folder / "plan.json"
+    write(path, plans.with_values(plans.plan(data, ranks, **more), values))
+    return path, data
+
+
+def test_the_ranks_of_a_plan_are_started_run_and_recorded(tmp_path: Path) -> None:
+    path, data = written(tmp_path, 2, steps=5, settings={"eval_every": 2})
+    sealed = load(path)["seal"]
+    done = command(tmp_path, path, "--data", data)
+    assert done.returncode == 0, done.stderr
+    assert "starting the plan's 2 ranks" in done.stderr
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    plan = load(path)
+    (run,) = plan["runs"]
+    assert plan["seal"] == sealed
+    assert (run["outcome"], run["steps"], run["fingerprints_compared"]) == ("finished", 5, 5)
+    assert [row["step"] for row in run["evaluations"]] == [2, 4, 5]
+    assert run["data"][0]["sha256"] == plan["workload"]["data"]["sources"][0]["sha256"]["value"]
+    lines = (tmp_path / "runs" / sealed["digest"][:12] / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if "loss" in line] == [0, 1, 2, 3, 4]
+
+
+def test_torchrun_with_its_default_of_one_process_is_relaunched(tmp_path: Path) -> None:
+    path, data = written(tmp_path, 2, steps=2)
+    done = command(tmp_path, path, "--data", data, torchrun=True)
+    assert done.returncode == 0, done.stderr
+    assert load(path)["runs"][0]["outcome"] == "finished"
+
+
+def test_a_failing_rank_ends_the_run_soon_is_named_and_recorded(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "failing_model.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    path, data = written(tmp_path, 2, model="failing_model:Model", steps=8)
+    start = time.monotonic()
+    done = command(tmp_path, path, "--data", data)
+    assert done.returncode == 4, done.stderr
+    assert time.monotonic() - start < 30
+    cause = "rank 1: ValueError: this card fell out of its slot"
+    assert f"dormouse: failed: {cause}" in done.stderr
+    (run,) = load(path)["runs"]
+    assert (run["outcome"], run["reason"], run["steps"]) == ("failed", cause, 3)
+    assert (
+        "failing_model.py" in (tmp_path / "runs" / load(path)["seal"]["digest"][:12] / "rank-1.traceback").read_text()
+    )
+
+
+def test_a_refusal_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
+    path, data = written(tmp_path, 2, values={"/toolchain/torch": "1.0.0"})
+    done = command(tmp_path, path, "--data", data)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("refused (toolchain-changed): torch 1.0.0 on rank 0") == 1
+    assert done.stderr.count("refused (toolchain-changed): torch 1.0.0 on rank 1") == 1
+    assert "Traceback" not in done.stderr
+    assert load(path)["runs"] == []
+
+
+def test_another_number_of_processes_is_refused_by_one_of_them(tmp_path: Path) -> None:
+    path, _ = written(tmp_path, 1)
+    first = command(tmp_path, path, RANK="0", WORLD_SIZE="2")
+    second = command(tmp_path, path, RANK="1", WORLD_SIZE="2")
+    assert (first.returncode, second.returncode) == (3, 3)
+    assert "refused (world-mismatch)" in first.stderr and "python -m executor PLAN" in first.stderr
+    assert second.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--record", "nowhere/plan.json"], 3, "refused (record-unwritable)"),
+        (["--data", "other.txt"], 3, "refused (data-changed)"),
+        (["--data", "missing.txt"], 2, "missing.txt: no such file"),
+        ([], 2, "--data names 0 file(s); the plan's sources are 1 (corpus.txt)"),
+    ],
+)
+def test_places_that_do_not_serve_are_told_in_one_message(
+    tmp_path: Path, words: list[str], code: int, said: str
+) -> None:
+    path, data = written(tmp_path, 1)
+    (tmp_path / "other.txt").write_bytes(data.read_bytes()[::-1])
+    given = [] if "--data" in words or not words else ["--data", data]
+    done = command(tmp_path, path, *given, *words)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert load(path)["runs"] == []
+
+
+def test_a_plan_with_a_changed_byte_is_unfaithful_before_torch_is_loaded(tmp_path: Path) -> None:
+    path, _ = written(tmp_path, 1)
+    path.write_bytes(path.read_bytes().replace(b'"chosen": "fp32"', b'"chosen": "bf16"', 1))
+    done = command(tmp_path, path, PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if line.startswith("dormouse:")]
+    assert len(said) == 1 and "changed after sealing" in said[0]
+    assert " torch\n" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["schemas", "planner"])
+def test_a_package_of_the_working_folder_that_shadows_ours_is_refused(tmp_path: Path, name: str) -> None:
+    path, _ = written(tmp_path, 1)
+    shadow = tmp_path / name / "__init__.py"
+    shadow.parent.mkdir()
+    shadow.write_text("raise SystemExit('a stranger ran')\n")
+    done = command(tmp_path, path)
+    assert done.returncode == 2
+    assert f"{shadow} shadows Dormouse's own {name}" in done.stderr
+
+
+def test_the_ranks_environment_has_nothing_of_another_launcher_and_no_working_folder() -> None:
+    found = launch.environment(
+        {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "MASTER_PORT": "1",
+            "TORCHELASTIC_RUN_ID": "x",
+            "PET_NNODES": "1",
+            "HOME": "/h",
+        },
+        4,
+        HOME,
+    )
+    assert {key: found[key] for key in found if key != "PYTHONPATH"} == {
+        "HOME": "/h", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "4", launch.GUARD: "1",
+    }  # fmt: skip
+
+
+def test_ranks_are_started_once_only() -> None:
+    assert launch.is_due(2, {})
+    assert launch.is_due(2, {"WORLD_SIZE": "1"})
+    assert not launch.is_due(2, {launch.GUARD: "1"})
+    assert not launch.is_due(2, {"WORLD_SIZE": "2"})
+    assert not launch.is_due(1, {})
