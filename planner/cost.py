@@ -152,6 +152,8 @@ class Rank:
             done += self.newton_schulz_bytes * sum(self._elements(place) for place in places)
         received = self.world * self.most_owned * self.newton_schulz_bytes if self.world > 1 else done
         packing = done + received if self.world > 1 else done
+        if self.world > 1 and self.kind == "cpu":
+            packing = max(packing, 2 * received)  # gloo gathers into a buffer of its own
         applying = received + int(self.account["apply"]["temporary"])
         return max(highest, packing, applying, int(self.account["adamw"]["temporary"]))
 
