@@ -37,10 +37,12 @@ LARGEST_BUCKET_BYTES = 128 * MEBI
 CPU_FLOPS_PER_LANE = Assumed(
     2.0, 0.6, 4.0, "FLOP/cycle", "one fused multiply-add a lane and cycle; small products reach less, two ports more"
 )
-CPU_BANDWIDTH = Assumed(8e9, 3e9, 2.5e10, "B/s", "one core's share of a DDR4 or DDR5 channel pair")
+CPU_BANDWIDTH = Assumed(
+    1.3e10, 4e9, 3e10, "B/s", "one core's operand traffic, between its share of memory and its cache"
+)
 CPU_LAUNCH_SECONDS = Assumed(6e-6, 3e-6, 1.2e-5, "s", "dispatch and autograd of one PyTorch operator on a CPU")
 CPU_CLOCK_HZ = Assumed(2.5e9, 1.5e9, 5e9, "Hz", "a server or desktop core of the last ten years")
-LOOPBACK_RATE = Assumed(1.5e9, 5e8, 6e9, "B/s", "gloo all-reduce between processes of one machine")
+LOOPBACK_RATE = Assumed(9e8, 3e8, 4e9, "B/s", "gloo between processes of one machine, small payloads on busy cores")
 LOOPBACK_LATENCY = Assumed(2e-4, 5e-5, 1e-3, "s", "one gloo step between processes of one machine")
 
 GPU_LAUNCH_SECONDS = Assumed(1.1e-5, 6e-6, 2.5e-5, "s", "PyTorch's host time a launched kernel, forward and backward")
