@@ -10,9 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from handmade import request
-
 from executor.account import account
+from handmade import request
 from planner import probe
 from planner.compile import compile_plan
 from schemas.document import is_reading, resolve

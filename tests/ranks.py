@@ -80,9 +80,9 @@ def _train(
         plain_products_on: the rank that computes without mkldnn.
         poison: (rank, step) whose loss becomes NaN.
     """
-    import faults
     import torch
 
+    import faults
     from executor.fleet import abandon, fingerprint
     from executor.run import Places, execute
     from planner.refusals import Refused

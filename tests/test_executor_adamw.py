@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from elsewhere import both
 from torch import Tensor, nn
 
+from elsewhere import both
 from executor.optim import adamw
 from executor.optim.adamw import AdamW
 

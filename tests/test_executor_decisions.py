@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 
 import plans
+import ranks
 from executor.run import Places, execute
 from schemas.document import is_decision, resolve, walk
 

@@ -6,13 +6,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import faults
 import numpy as np
 import pytest
-import ranks
 import torch
 
+import faults
 import plans
+import ranks
 from executor import build
 from executor.data import open_corpus
 from executor.slices import data_slice, rank_slice, work_slice

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from elsewhere import both
 from torch import Tensor, nn
 
+from elsewhere import both
 from executor.mechanisms import muon_state_bf16
 from executor.optim.muon import COEFFICIENTS, EPS, Muon, lr_scale, orthogonalise
 from executor.optim.schedule import factor

@@ -12,7 +12,7 @@ from planner.cost import ratio_at
 from schemas.form import Unfaithful
 from schemas.seal import append_run, verify
 from schemas.validate import refuse_other_shape
-from tests.worlds import account, compiled, fleet, record, request, run_of
+from worlds import account, compiled, fleet, record, request, run_of
 
 
 def _measured(plan: dict[str, Any], factor: float) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import io
 import json
 from typing import Any
 
-import handmade
 import pytest
 
+import handmade
 from planner import diff, diff_render
 from planner.page import Page
 from planner.request import Usage

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import handmade
 import pytest
 
+import handmade
 from planner import __main__ as front
 from planner import origin
 from schemas.form import render

@@ -19,7 +19,7 @@ from schemas.document import walk
 from schemas.form import render
 from schemas.seal import verify
 from schemas.validate import refuse_other_shape
-from tests.worlds import account, cases, fleet, record, request
+from worlds import account, cases, fleet, record, request
 
 
 def _opt(asked: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_nvml import FakeNvml, load
 
+from fake_nvml import FakeNvml, load
 from planner import cpu, nvml, probe, toolchain
 from planner.benchmark import line
 from planner.request import Usage

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import handmade
 import pytest
 
+import handmade
 from planner import words
 from planner.page import Page
 from planner.show import asked, binds, show

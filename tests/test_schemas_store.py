@@ -14,7 +14,7 @@ import pytest
 from schemas import store
 from schemas.form import Unfaithful, parse, render
 from schemas.seal import append_run, canonical_digest, locator
-from tests.worlds import compiled, recorded_plan, run_of
+from worlds import compiled, recorded_plan, run_of
 
 
 @pytest.fixture(scope="module")

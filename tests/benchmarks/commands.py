@@ -1,4 +1,4 @@
-"""How long the commands take: ``python tests/benchmarks/commands.py [REPEATS]``. Medians of whole processes, in seconds.
+"""How long commands take: ``python tests/benchmarks/commands.py [REPEATS]``. Medians of whole processes, in seconds.
 
 What binds: importing torch and counting the model (plan, account made anew); importing Python's own and the schema
 validation (everything else).
