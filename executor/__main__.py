@@ -98,6 +98,7 @@ def _run(plan: dict[str, Any], options: argparse.Namespace, ranks: int) -> int:
         return launch.leave_code(rank, _end(error.text(), REFUSED), agreed=True)
     except BadRank as error:
         return launch.leave_code(rank, _end(str(error), USAGE), agreed=True)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the run is over and recorded: only its message is left
     code = 0 if done.outcome == "finished" else FAILED
     if done.notice is not None:
         _end(done.notice, code)

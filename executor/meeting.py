@@ -60,21 +60,42 @@ class Meeting:
                 time.sleep(_POLL_SECONDS)
 
     def fail(self, cause: str) -> None:
-        """Leave this rank's cause of failure for the others."""
-        if self._store is not None:
-            try:
-                self._store.set(f"failed/{self.rank}", cause)
-            except RuntimeError:  # the store lived in a rank that is gone: no one is left to read
-                return
+        """Leave this rank's own cause of failure for the others."""
+        self._leave_word(f"failed/{self.rank}", cause)
 
-    def failures(self, seconds: float = 0.0) -> dict[int, str]:
-        """Causes that other ranks left, by rank; waits up to ``seconds`` for the first."""
+    def end(self) -> None:
+        """Leave word that this rank ends for no fault of its own: it was stopped, or lost another."""
+        self._leave_word(f"ended/{self.rank}", "")
+
+    def culprit(self, seconds: float = 0.0) -> str | None:
+        """The rank that failed first and its cause, as the other ranks left word; None where nobody is at fault.
+
+        Waits up to ``seconds`` for a cause, or for a word of every other rank; a rank without one is gone.
+        """
         end = time.monotonic() + seconds
         while True:
-            found = self._failures()
-            if found or time.monotonic() >= end:
-                return found
+            for rank, cause in self._failures().items():
+                return f"rank {rank}: {cause}"
+            silent = self._silent()
+            if not silent or time.monotonic() >= end:
+                break
             time.sleep(_POLL_SECONDS)
+        return f"rank {silent[0]}: is gone and left no word" if silent and seconds else None
+
+    def _silent(self) -> list[int]:
+        if self._store is None:
+            return []
+        try:
+            return [rank for rank in range(self.size) if rank != self.rank and not self._has(f"ended/{rank}")]
+        except RuntimeError:  # the store lived in rank 0
+            return [0]
+
+    def _leave_word(self, key: str, word: str) -> None:
+        if self._store is not None:
+            try:
+                self._store.set(key, word)
+            except RuntimeError:  # the store lived in a rank that is gone: no one is left to read
+                return
 
     def _failures(self) -> dict[int, str]:
         if self._store is None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from planner.refusals import Refused
 from schemas.form import Json
 from schemas.store import unwritable_reason
 
+_LOST = ("gloo", "NCCL", "onnection", "imed out")  # words of a collective whose other end is gone
 _CULPRIT_SECONDS = 3.0  # a rank that fails by itself says so before its connections close
 
 
@@ -74,6 +78,20 @@ def execute(plan: Mapping[str, Json], places: Places, *, observe: Observe | None
     return _Run(plan, places, int(os.environ.get("RANK", "0")), observe).run()
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without signals: torchrun sends SIGTERM to the ranks that are left as soon as one of a failed run has gone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class _Run:
     """The parts of one run as they come to be; each is made from its slice of the plan."""
 
@@ -100,9 +118,11 @@ class _Run:
             outcome, reason = "failed", str(error)
             self.fleet.close()
         except (KeyboardInterrupt, Terminated) as stop:
-            outcome, reason, agreed = self._stopped(stop)
+            with _undisturbed():
+                outcome, reason, agreed = self._stopped(stop)
         except Exception as error:  # told, recorded and kept with its traceback: nothing is swallowed
-            outcome, reason, agreed = "failed", self._cause(error), False
+            with _undisturbed():
+                outcome, reason, agreed = "failed", self._cause(error), False
         return self._finish(outcome, reason, agreed)
 
     def _honour(self) -> None:
@@ -177,32 +197,29 @@ class _Run:
         return storage_bytes([*parameters, *gradients, *self.model.buffers(), *muon, *adamw.first, *adamw.second])
 
     def _stopped(self, stop: BaseException) -> tuple[str, str, bool]:
-        """A signal: its own doing, or torchrun's because another rank failed."""
-        others = self.meeting.failures()
+        """A signal: the user's to every rank, or torchrun's to those that are left when one fails."""
+        self.meeting.end()
         abandon()
-        if others:
-            rank, cause = next(iter(others.items()))
-            return "failed", f"rank {rank}: {cause}", False
-        signal = "SIGTERM" if isinstance(stop, Terminated) else "SIGINT"
-        return "stopped", f"rank {self.rank.rank}: {signal} after {self.progress.steps} steps", False
+        culprit = self.meeting.culprit(_CULPRIT_SECONDS)
+        if culprit is not None:
+            return "failed", culprit, False
+        name = "SIGTERM" if isinstance(stop, Terminated) else "SIGINT"
+        return "stopped", f"{name} after {self.progress.steps} steps", False
 
     def _cause(self, error: Exception) -> str:
         """The rank and cause of a failure: of the rank that failed first, where this one only lost its connection."""
-        # A lost connection is a RuntimeError, so where it is one, others are asked first.
-        lost = isinstance(error, RuntimeError | RankFailed) and not isinstance(error, torch.OutOfMemoryError)
-        others = self.meeting.failures(_CULPRIT_SECONDS if lost and self.rank.size > 1 else 0.0)
-        if others:
-            rank, text = next(iter(others.items()))
-            cause = f"rank {rank}: {text}"
-        elif isinstance(error, RankFailed):
-            cause = str(error)
+        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+        own = f"rank {self.rank.rank}: {text}"
+        if isinstance(error, RankFailed):
+            own = str(error)
+        elif self.rank.size > 1 and any(word in text for word in _LOST):
+            self.meeting.end()
+            own = self.meeting.culprit(_CULPRIT_SECONDS) or own
         else:
-            text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
             self.meeting.fail(text)
-            cause = f"rank {self.rank.rank}: {text}"
             self._keep_traceback(error)
         abandon()
-        return cause
+        return own
 
     def _keep_traceback(self, error: Exception) -> None:
         self.places.run_dir.mkdir(parents=True, exist_ok=True)
@@ -210,7 +227,11 @@ class _Run:
         (self.places.run_dir / f"rank-{self.rank.rank}.traceback").write_text(text, encoding="utf-8")
 
     def _finish(self, outcome: str, reason: str | None, agreed: bool) -> Outcome:
-        """Gather what every rank measured (where they are still there), and record it on rank 0."""
+        """Gather what every rank measured (where they are still there), and record it on rank 0, undisturbed."""
+        with _undisturbed():
+            return self._gather_and_record(outcome, reason, agreed)
+
+    def _gather_and_record(self, outcome: str, reason: str | None, agreed: bool) -> Outcome:
         mine = self._measured()
         gathered = self.meeting.gather(mine) if agreed else []
         if agreed:
