@@ -1,0 +1,109 @@
+"""Ranks meet over a store, hear of each other's end, and leave their codes; what a run tells is plain."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from executor import launch
+from executor.meeting import Meeting, RankFailed
+from executor.reporter import Teller
+
+
+@pytest.fixture
+def meetings() -> list[Meeting]:
+    store = HashStore()
+    return [Meeting(rank, 3, store) for rank in range(3)]
+
+
+def test_every_rank_gathers_every_ranks_value_in_order(meetings: list[Meeting]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        for round_number in range(2):
+            found = list(pool.map(lambda m, n=round_number: m.gather({"rank": m.rank, "round": n}), meetings))
+            assert found == [[{"rank": rank, "round": round_number} for rank in range(3)]] * 3
+
+
+def test_one_rank_meets_itself() -> None:
+    alone = Meeting(0, 1)
+    assert alone.gather({"a": 1}) == [{"a": 1}]
+    assert alone.culprit(0.1) is None
+    alone.leave()
+
+
+def test_who_waits_for_a_rank_that_failed_is_told_of_it(meetings: list[Meeting]) -> None:
+    meetings[2].fail("ValueError: no")
+    with pytest.raises(RankFailed, match="rank 2: ValueError: no"):
+        meetings[0].gather(1, seconds=5)
+
+
+def test_a_rank_that_does_not_come_is_named(meetings: list[Meeting]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        late = [pool.submit(meeting.gather, 1, 0.3) for meeting in (meetings[0], meetings[2])]
+        for future in late:
+            with pytest.raises(RankFailed, match="rank 1: did not come"):
+                future.result()
+
+
+@pytest.mark.parametrize(
+    ("words", "culprit"),
+    [
+        ({1: "fail", 2: "end"}, "rank 1: out of memory"),
+        ({1: "end", 2: "end"}, None),
+        ({2: "end"}, "rank 1: is gone and left no word"),
+    ],
+)
+def test_the_rank_at_fault_is_told_from_those_that_only_lost_it(
+    meetings: list[Meeting], words: dict[int, str], culprit: str | None
+) -> None:
+    for rank, word in words.items():
+        if word == "fail":
+            meetings[rank].fail("out of memory")
+        else:
+            meetings[rank].end()
+    assert meetings[0].culprit(0.2) == culprit
+
+
+@pytest.mark.parametrize(
+    ("codes", "returned", "expected"),
+    [({0: 3, 1: 3}, 0, 3), ({0: 0, 1: 0}, 0, 0), ({0: 0, 1: 4}, 1, 4), ({1: 4}, 1, 4), ({}, 1, 4), ({}, 0, 0)],
+)
+def test_the_code_of_a_run_is_the_one_its_ranks_left(
+    tmp_path: Path, codes: dict[int, int], returned: int, expected: int
+) -> None:
+    for rank, code in codes.items():
+        (tmp_path / f"rank-{rank:06}").write_text(str(code))
+    assert launch._wait([sys.executable, "-c", f"raise SystemExit({returned})"], {}, tmp_path) == expected
+
+
+def test_a_rank_whose_end_is_agreed_does_not_fail_in_torchruns_eyes(tmp_path: Path, monkeypatch: Any) -> None:
+    assert launch.leave_code(1, 3, agreed=True) == 3
+    monkeypatch.setenv(launch.OUTCOME, str(tmp_path))
+    assert launch.leave_code(1, 3, agreed=True) == 0
+    assert launch.leave_code(2, 4, agreed=False) == 4
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["3", "4"]
+
+
+def test_lines_are_for_a_person_and_metrics_for_a_program(tmp_path: Path) -> None:
+    out = io.StringIO()
+    teller = Teller(tmp_path / "run", 2, out)
+    for step in range(4):
+        teller.step(step, 4, 2.5, 1.0, 0.5, 100)
+    teller.skipped(4, "rank 1: loss is not finite")
+    teller.step(4, 5, float("nan"), 1.0, 0.5, 100)
+    teller.evaluated(4, 3.25)
+    teller.close()
+    lines = out.getvalue().splitlines()
+    assert [line.split()[2] for line in lines if "loss 2.5" in line] == ["1/4", "3/4", "4/4"]
+    assert "200 tokens/s  500.0 ms" in lines[0]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["tokens_per_second"] == 200.0
+    assert rows[4] == {"step": 4, "skipped": "rank 1: loss is not finite"}
+    assert rows[5]["loss"] is None
+    assert rows[6] == {"step": 4, "bits_per_byte": 3.25}
