@@ -15,6 +15,8 @@ import ranks
 from executor.run import Places, execute
 from schemas.document import is_decision, resolve, walk
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes and of runs for all
+
 CASES = json.loads((Path(__file__).parent / "cases" / "decisions.json").read_text())
 
 # Those that another workload, and so another account, belongs to; and the one that only a run with a NaN can show.

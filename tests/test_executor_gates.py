@@ -17,6 +17,8 @@ from executor import build
 from executor.data import open_corpus
 from executor.slices import data_slice, rank_slice, work_slice
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes and of runs for all
+
 STEPS = 20
 BUCKET_BYTES = 64 * 1024  # several buckets even in so small a model
 LOSS_BOUND = 1e-3
@@ -172,6 +174,14 @@ def test_a_rank_that_is_not_finite_is_answered_by_all_at_once(folder: Path, answ
     for result in results:
         assert result["fingerprints"][3] == result["fingerprints"][2] != result["fingerprints"][4]
     assert words in (folder / answer / "metrics.jsonl").read_text()
+
+
+def test_bytes_reduced_other_than_planned_end_the_run(folder: Path) -> None:
+    made = plans.with_values(fleet_plan(folder, "equal"), {"/exchange/payload": 1000})
+    results = ranks.run(made, plans.corpus(folder), folder / "bytes")
+    assert [result["outcome"] for result in results] == ["failed"] * 2
+    assert "bytes in fp32; the plan says 1000 bytes in fp32" in results[0]["reason"]
+    assert results[0]["entry"]["steps"] == 0
 
 
 def test_a_one_rank_plan_is_the_plain_loop_byte_for_byte(folder: Path) -> None:

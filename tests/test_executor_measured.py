@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 import plans
-from executor import measured
+from executor import build, measured
 from executor.clock import Clock
+from executor.data import open_corpus
 from executor.peaks import CpuProbe, storage_bytes
 from executor.run import Places, execute
+from executor.slices import data_slice
 from schemas.document import is_reading, resolve, walk
 from schemas.seal import append_run, verify
 
@@ -56,6 +59,17 @@ def test_the_parts_of_a_step_make_its_total(tmp_path: Path) -> None:
     parts = value["/ranks/0/step/compute @0"] + value["/ranks/0/step/optimizer @0"]
     assert parts == pytest.approx(value["/ranks/0/step/total @0"], rel=0.3)  # medians of parts, of few steps
     assert value["/step/seconds"] == value["/ranks/0/step/total @0"]
+
+
+def test_bits_per_byte_are_the_mean_over_the_held_out_windows(tmp_path: Path) -> None:
+    data = plans.corpus(tmp_path)
+    plan = plans.plan(data, 1, {"eval_windows": 5}, steps=2, batch=2)
+    done = execute(plan, Places(None, tmp_path / "run", (data,)))
+    held_out = build.reader([open_corpus(data)], data_slice(plan, 0)).held_out(5, 32)
+    with torch.no_grad():
+        nats = [float(done.model(inputs[None], targets[None])) for inputs, targets in zip(*held_out, strict=True)]
+    assert done.entry is not None
+    assert done.entry["bits_per_byte"] == pytest.approx(sum(nats) / 5 / math.log(2), rel=1e-5)
 
 
 def test_state_is_the_bytes_of_live_storages(tmp_path: Path) -> None:
