@@ -19,6 +19,7 @@ from executor.precision import DTYPES
 from executor.slices import DataSlice, RankSlice, WorkSlice
 from executor.workloads import resolve
 from planner.door import BadWorkload, Workload
+from schemas.store import unwritable_reason
 
 # What a mechanism changes: the model before it trains, or the options that Muon is made with.
 MODEL_MECHANISMS: dict[str, Callable[[nn.Module], None]] = {recompute.NAME: recompute.apply}
@@ -26,7 +27,7 @@ MUON_MECHANISMS: dict[str, Callable[[dict[str, Any]], None]] = {muon_state_bf16.
 
 
 class BadPlace(Exception):
-    """The places given for the data do not fit the plan's sources: exit code 2, one message."""
+    """A place that was given cannot serve (too few files of data, a run's folder): exit code 2, one message."""
 
 
 @dataclass
@@ -56,6 +57,14 @@ def open_corpora(sources: Sequence[tuple[str, int]], places: Sequence[Path]) -> 
         raise BadPlace(f"--data names {len(places)} file(s); the plan's sources are {len(files)} ({wanted})")
     lies = dict(zip(files, places, strict=True))
     return [stdlib_corpus() if name == "stdlib" else open_corpus(lies[name], name) for name, _ in sources]
+
+
+def require_folder(folder: Path) -> None:
+    """Raise BadPlace where ``folder`` could not be made or takes no file. Nothing is made yet."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    reason = unwritable_reason(nearest / "metrics.jsonl") if nearest.is_dir() else f"{nearest} is not a folder"
+    if reason is not None:
+        raise BadPlace(f"--run-dir {folder}: {reason}")
 
 
 def reader(corpora: Sequence[Corpus], data: DataSlice) -> Reader:

@@ -44,12 +44,14 @@ class Mute:
 class Teller:
     """Lines on stderr every ``every`` steps, and every step and evaluation in ``folder``/metrics.jsonl.
 
-    Raises OSError where the folder takes no file.
+    A run adds to that file, after a line that says when it began (``start``). Raises OSError where the folder takes no
+    file.
     """
 
-    def __init__(self, folder: Path, every: int, out: IO[str] | None = None) -> None:
+    def __init__(self, folder: Path, every: int, start: str, out: IO[str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._write({"run": start})
         self._every, self._out = every, out or sys.stderr
         self._last = time.monotonic()
         self._pace: float | None = None

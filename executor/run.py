@@ -143,7 +143,9 @@ class _Run:
         return smoke.launch(self.rank.rank, self.model, *self._first_batch(), self.rank.dtype)
 
     def _open(self) -> dict[str, Json]:
-        """Open the data and build the model: this rank's facts of both."""
+        """Open the data and build the model: this rank's facts of both. Raises BadPlace, BadData and BadWorkload."""
+        if self.rank.rank == 0:
+            build.require_folder(self.places.run_dir)
         corpora = build.open_corpora(self.data.sources, self.places.data)
         self.reader = build.reader(corpora, self.data)
         self.workload, self.model = build.model(self.work, dict(self.rank.kernels))
@@ -165,7 +167,7 @@ class _Run:
         first = self.work.config["warmup_steps_unmeasured"]
         self.meter = Meter(self.clock, watch, first, self.fleet.exchanged)
         if self.rank.rank == 0:
-            self.reporter = Teller(self.places.run_dir, self.work.config["log_every"])
+            self.reporter = Teller(self.places.run_dir, self.work.config["log_every"], self.start)
         parts = Training(
             self.model, forward, self.optimizers, self.fleet, self.reader, self.meter, self.reporter,
             self.rank.dtype, self.device,

@@ -123,6 +123,7 @@ def test_another_number_of_processes_is_refused_by_one_of_them(tmp_path: Path) -
         (["--record", "nowhere/plan.json"], 3, "refused (record-unwritable)"),
         (["--data", "other.txt"], 3, "refused (data-changed)"),
         (["--data", "missing.txt"], 2, "missing.txt: no such file"),
+        (["--run-dir", "corpus.txt/run"], 2, "--run-dir corpus.txt/run: "),
         ([], 2, "--data names 0 file(s); the plan's sources are 1 (corpus.txt)"),
     ],
 )

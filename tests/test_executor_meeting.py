@@ -90,9 +90,15 @@ def test_a_rank_whose_end_is_agreed_does_not_fail_in_torchruns_eyes(tmp_path: Pa
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["3", "4"]
 
 
+def test_metrics_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
+    for start in ("first", "second"):
+        Teller(tmp_path, 1, start, io.StringIO()).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"run": "first"}\n{"run": "second"}\n'
+
+
 def test_lines_are_for_a_person_and_metrics_for_a_program(tmp_path: Path) -> None:
     out = io.StringIO()
-    teller = Teller(tmp_path / "run", 2, out)
+    teller = Teller(tmp_path / "run", 2, "2026-01-01T00:00:00Z", out)
     for step in range(4):
         teller.step(step, 4, 2.5, 1.0, 0.5, 100)
     teller.skipped(4, "rank 1: loss is not finite")
@@ -103,7 +109,8 @@ def test_lines_are_for_a_person_and_metrics_for_a_program(tmp_path: Path) -> Non
     assert [line.split()[2] for line in lines if "loss 2.5" in line] == ["1/4", "3/4", "4/4"]
     assert "200 tokens/s  500.0 ms" in lines[0]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[0]["tokens_per_second"] == 200.0
-    assert rows[4] == {"step": 4, "skipped": "rank 1: loss is not finite"}
-    assert rows[5]["loss"] is None
-    assert rows[6] == {"step": 4, "bits_per_byte": 3.25}
+    assert rows[0] == {"run": "2026-01-01T00:00:00Z"}
+    assert rows[1]["tokens_per_second"] == 200.0
+    assert rows[5] == {"step": 4, "skipped": "rank 1: loss is not finite"}
+    assert rows[6]["loss"] is None
+    assert rows[7] == {"step": 4, "bits_per_byte": 3.25}
