@@ -40,10 +40,11 @@ class Sharing:
         """
         packed = torch.zeros(self.size, self._padded, dtype=self.dtype, device=self.device)
         at = 0
-        for update in updates:
-            packed[self.rank, at : at + update.numel()] = update.reshape(-1)
+        while updates:  # one name may keep a whole stack alive, so none is left over
+            update = updates.pop(0).reshape(-1)
+            packed[self.rank, at : at + update.numel()] = update
             at += update.numel()
-        updates.clear()
+            del update
         _all_gather(packed.view(-1), packed[self.rank], group=self.group)
         return self._unpack(packed)
 
