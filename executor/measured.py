@@ -45,6 +45,7 @@ class Taken:
     samples: int = 0
     instrument: str = ""
     reason: str = ""
+    spread: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class Quantity:
 def _seconds(part: str) -> Callable[[Seen], Taken]:
     def take(seen: Seen) -> Taken:
         value = seen.samples.median(part)
-        return Taken(None, reason=_NO_STEP) if value is None else Taken(value, seen.samples.count, seen.clock)
+        if value is None:
+            return Taken(None, reason=_NO_STEP)
+        return Taken(value, seen.samples.count, seen.clock, spread=seen.samples.spread(part))
 
     return take
 
@@ -172,8 +175,10 @@ def of_rank(seen: Seen) -> dict[str, Json]:
 
 def _row(taken: Taken, unit: str, statistic: str) -> dict[str, Json]:
     value = six(taken.value) if isinstance(taken.value, float) else taken.value
-    return {"value": value, "unit": unit, "statistic": statistic, "samples": taken.samples,
-            "instrument": taken.instrument, "reason": taken.reason}  # fmt: skip
+    row = {"value": value, "unit": unit, "statistic": statistic, "samples": taken.samples}
+    if taken.spread is not None:
+        row["spread"] = [six(end) for end in taken.spread]
+    return {**row, "instrument": taken.instrument, "reason": taken.reason}
 
 
 def lines(plan: Mapping[str, Json], ranks: Mapping[int, Mapping[str, Json]], missing: str) -> tuple[Json, Json]:
@@ -193,7 +198,7 @@ def lines(plan: Mapping[str, Json], ranks: Mapping[int, Mapping[str, Json]], mis
             continue
         ends = {end: item[end] for end in ("low", "high") if end in item}
         predicted = item["value"] if is_reading(item) else item["chosen"]
-        rest = {key: row[key] for key in ("value", "unit", "statistic", "samples", "instrument")}
+        rest = {key: value for key, value in row.items() if key != "reason"}
         measured[label] = {"predicted": predicted, **ends, **rest}
     for label, rank in _measurable(plan):
         if label not in measured and label not in absent:
@@ -210,9 +215,10 @@ def _one_a_label(ranks: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     for label in dict.fromkeys(label for rank in ranks for label in rank):
         found = [rank[label] for rank in ranks if label in rank]
         known = [row for row in found if row["value"] is not None]
-        rows[label] = dict(known[0] if known else found[0])
+        rows[label] = known[0] if known else found[0]
         if label in across and known:
-            rows[label]["value"] = across[label]([row["value"] for row in known])
+            chosen = across[label]([row["value"] for row in known])
+            rows[label] = next(row for row in known if row["value"] == chosen)
     return rows
 
 

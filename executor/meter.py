@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, quantiles
 
 from executor.clock import Clock, Moment
 from executor.exchange import Exchanged
@@ -24,6 +24,13 @@ class Samples:
 
     def median(self, part: str) -> float | None:
         return median(self.parts[part]) if self.parts[part] else None
+
+    def spread(self, part: str) -> tuple[float, float] | None:
+        """The 10 % and 90 % quantiles of a part; None of fewer than two samples."""
+        if self.count < 2:
+            return None
+        cuts = quantiles(self.parts[part], n=10, method="inclusive")
+        return cuts[0], cuts[-1]
 
     @property
     def count(self) -> int:

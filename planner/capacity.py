@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.cost import shape_name
-from planner.layout import per_rank
+from planner.layout import device_pointer, per_rank
 from planner.ledger import Ledger
 from planner.ranks import rank_facts, set_limit, world_size
 from planner.split import Group, assign_owners, largest_within, split_samples
@@ -59,6 +59,9 @@ def _batches(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, 
         _even(ledger, request, even, why)
         return
     groups = _groups(ledger, request, account)
+    if groups is None and _alike(ledger):
+        _even(ledger, request, even, "all ranks are alike")
+        return
     if groups is None:
         _even(ledger, request, even, "a rank's rates are unknown, so the split is even", outcome="fallback")
         return
@@ -67,6 +70,16 @@ def _batches(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, 
         _even(ledger, request, even, "no split of the global batch fits every rank's memory")
         return
     _uneven(ledger, request, batches, groups, even)
+
+
+def _alike(ledger: Ledger) -> bool:
+    """Whether all ranks compute with the same on devices of one name: then an even split needs no rates."""
+    traits = set()
+    for entry in ledger.draft["ranks"]:
+        name = ledger.value(f"{device_pointer(ledger.draft, entry)}/name")
+        kernels = sorted((kernel, choice["chosen"]) for kernel, choice in entry["kernels"].items())
+        traits.add((name, entry["dtype"]["chosen"], *kernels))
+    return len(traits) == 1 and None not in next(iter(traits))
 
 
 def _seq(ledger: Ledger, place: int, asked: int | None, account: Mapping[str, Json]) -> None:

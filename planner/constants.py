@@ -53,6 +53,11 @@ PCIE_EFFICIENCY = Assumed(
 PCIE_LATENCY = Assumed(4e-5, 1e-5, 1e-4, "s", "one NCCL ring step between two cards")
 
 CPU_ALLOCATOR_OVERHEAD = Assumed(1.0, 0.97, 1.1, "", "the CPU allocator returns what it was asked for, 64 B aligned")
-GPU_ALLOCATOR_OVERHEAD = Assumed(1.02, 1.0, 1.1, "", "rounding to 512 B and 2 MiB blocks; reserve apart")
+GPU_ALLOCATOR_OVERHEAD = Assumed(
+    1.0, 0.96, 1.05, "", "allocated bytes, rounded to 512 B; the allocator's reserve is apart"
+)
+GPU_WORKSPACE_BYTES = Assumed(
+    6.7e7, 8e6, 7.2e7, "B", "cuBLAS and cuBLASLt workspaces: 64 MiB seen on sm_90, less before"
+)
 ALLOCATOR_OVERHEAD = {"cpu": CPU_ALLOCATOR_OVERHEAD, "cuda": GPU_ALLOCATOR_OVERHEAD}
-PROCESS_BYTES = Assumed(4.5e8, 3e8, 1.2e9, "B", "resident size of a process that has imported PyTorch")
+PROCESS_BYTES = Assumed(5.5e8, 3e8, 1.2e9, "B", "resident size of a process that has imported PyTorch")

@@ -68,6 +68,7 @@ class Rank:
     world: int
     newton_schulz_bytes: int
     reduce_bytes: int
+    workspace: int  # bytes that the device's libraries hold throughout
     overhead: float  # what the allocator takes for a byte asked of it
     compute_ratios: Sequence[Sequence[float]] = ()  # (batch, measured / modelled, low, high), by rising batch
     optimizer_ratios: Sequence[Sequence[float]] = ()
@@ -130,6 +131,7 @@ class Rank:
             "activations": round(polynomial(form, b, t, self.account["granule"])),
             "buckets": self.reduce_bytes * elements if self.world > 1 and self.reduce_bytes < GRADIENT_BYTES else 0,
             "update": self._update_bytes(),
+            "workspace": self.workspace,
         }
 
     def peak(self, b: int, t: int, mechanisms: Collection[str] = ()) -> float:
@@ -160,7 +162,7 @@ class Rank:
 
 def peaks(components: Mapping[str, float]) -> tuple[float, float]:
     """(backward's peak, the optimizer's peak) of the bytes by component."""
-    state = sum(components[name] for name in ("masters", "gradients", "muon_momentum", "adamw_state"))
+    state = sum(components[name] for name in ("masters", "gradients", "muon_momentum", "adamw_state", "workspace"))
     return state + components["activations"] + components["buckets"], state + components["update"]
 
 

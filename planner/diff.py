@@ -57,6 +57,8 @@ def _row(plan: Mapping[str, Json], label: str, line: Mapping[str, Json]) -> dict
     if _is_number(predicted) and _is_number(value):
         row["error"] = 0.0 if value == predicted else six(100 * (value - predicted) / predicted) if predicted else None
         row["verdict"] = _inside(row)
+    elif predicted is None:
+        row["verdict"] = "not predicted"
     else:
         row["verdict"] = "equal" if predicted == value else "differs"
     return row
@@ -107,6 +109,7 @@ def _failures(document: Mapping[str, Json], limits: Limits) -> Iterator[dict[str
         if limit is None or row["verdict"] == "equal" or (row["error"] is not None and abs(row["error"]) <= limit):
             continue
         missed = f"misses by {abs(row['error']):.3g} %" if row["error"] is not None else "is not what was predicted"
+        missed = "was not predicted" if row["predicted"] is None else missed
         yield {"pointer": row["pointer"], "rank": row["rank"], "why": f"{missed}; {limit:g} % is allowed"}
     for row in document["absent"]:
         if allowed.get(kind(row["pointer"]), allowed.get(None)) is not None:

@@ -9,7 +9,8 @@ from planner.words import amount, choice, clean, span
 from schemas.form import Json, render
 from schemas.validate import refuse_other_shape
 
-_STYLES = {"inside": "green", "equal": "green", "outside": "red", "differs": "red", "no range": "yellow"}
+_STYLES = {"inside": "green", "equal": "green", "outside": "red", "differs": "red"}
+_STYLES |= {"no range": "yellow", "not predicted": "yellow"}
 _MEASURED = (
     "quantity",
     "rank",

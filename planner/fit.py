@@ -207,6 +207,9 @@ def _memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: bool) 
     )
     overhead = "/fit/allocator_overhead"
     state = [f"{memory}/{name}" for name in _STATE]
+    if rank.kind == "cuda":
+        state.append(f"{memory}/workspace")
+        ledger.put(f"{memory}/workspace", constants.GPU_WORKSPACE_BYTES.reading())
     backward = [*state, f"{memory}/activations", f"{memory}/buckets", overhead]
     ledger.compute(
         f"{memory}/backward_peak", "B", _sum_times_last, backward, "state + activations + buckets", measurable=True

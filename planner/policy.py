@@ -25,6 +25,7 @@ def policy(
         _capability(ledger, base, device)
         _dtype(ledger, base, device, per_rank(request["dtype"], entry["members"][0]))
         _threads(ledger, base, device)
+        ledger.put(f"{base}/kernels", {})  # a model may require none
         for name, rows in account["kernels"].items():
             _kernel(ledger, base, device, name, rows, account["config"])
         _rates(ledger, base, device)

@@ -57,6 +57,7 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         world=world_size(draft),
         newton_schulz_bytes=DTYPE_BYTES[config["ns_dtype"]["chosen"]],
         reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
+        workspace=int(constants.GPU_WORKSPACE_BYTES.value) if kind_of(draft, entry) == "cuda" else 0,
         overhead=constants.ALLOCATOR_OVERHEAD[kind_of(draft, entry)].value,
         compute_ratios=taught.get("compute", ()),
         optimizer_ratios=taught.get("optimizer", ()),

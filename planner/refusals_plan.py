@@ -13,6 +13,9 @@ from schemas.form import Json
 
 Facts = Mapping[str, Json]
 _GIB = 2**30
+_COMPONENTS = (
+    "masters", "gradients", "muon_momentum", "adamw_state", "activations", "buckets", "update", "workspace",
+)  # fmt: skip
 
 
 def _world(facts: Facts) -> int:
@@ -175,7 +178,7 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         peak, limit = entry["memory"]["peak"]["value"], entry["memory"]["limit"]
         if peak is None or limit["value"] is None or peak <= limit["value"]:
             continue
-        names = ("masters", "gradients", "muon_momentum", "adamw_state", "activations", "buckets", "update")
+        names = [name for name in _COMPONENTS if name in entry["memory"]]
         parts = ", ".join(f"{name} {entry['memory'][name]['value'] / _GIB:.3f}" for name in names)
         engaged = [*plan["fit"]["mechanisms"]["chosen"], *entry["mechanisms"]["chosen"]]
         yield Refusal(

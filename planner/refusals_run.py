@@ -203,7 +203,7 @@ def kernel_differs(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 def dtype_differs(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     for row in facts["smoke"]:
         planned = entry_of(plan, row["rank"])["dtype"]["chosen"]
-        if row["error"] is None and row["dtype"] != planned:
+        if row["error"] is None and row["dtype"] not in (None, planned):  # None: no product to have a dtype
             yield Refusal(
                 "dtype-differs",
                 f"products in {planned} on rank {row['rank']}",

@@ -12,7 +12,7 @@ from schemas.form import Json
 
 Plan = Mapping[str, Any]
 
-_COMPONENTS = ("masters", "gradients", "muon_momentum", "adamw_state", "activations", "buckets", "update")
+_COMPONENTS = ("masters", "gradients", "muon_momentum", "adamw_state", "activations", "buckets", "update", "workspace")
 _PARTS = ("compute", "exchange", "owners", "optimizer")
 _STYLES = {"fallback": "yellow", "finished": "green", "stopped": "yellow", "failed": "red"}
 

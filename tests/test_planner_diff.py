@@ -12,7 +12,7 @@ import handmade
 from planner import diff, diff_render
 from planner.page import Page
 from planner.request import Usage
-from schemas.document import resolve
+from schemas.document import resolve, unknown
 from schemas.seal import seal
 
 COMPUTE, TOTAL, PEAK = "/ranks/0/step/compute", "/ranks/0/step/total", "/ranks/0/memory/peak"
@@ -215,3 +215,15 @@ def test_markdown_cells_keep_their_bars() -> None:
     plan = handmade.run(handmade.plan(), {"/ranks/0/dtype @0": "a|b"})
     row = next(line for line in diff_render.as_markdown(diff.measured(plan)).splitlines() if "a\\|b" in line)
     assert row.replace("\\|", "").count("|") == 10
+
+
+def test_what_was_not_predicted_is_no_miss_to_be_read_but_fails_a_gate() -> None:
+    made = handmade.body()
+    made["step"]["seconds"] = unknown("s", "no rate is known", measurable=True)
+    ran = handmade.run(seal(made), {"/step/seconds": 0.25})
+    document = diff.measured(ran, limits=[(None, 1000.0)])
+    row = next(row for row in document["rows"] if row["pointer"] == "/step/seconds")
+    assert row["verdict"] == "not predicted" and row["error"] is None
+    assert {"pointer": "/step/seconds", "rank": None, "why": "was not predicted; 1000 % is allowed"} in document[
+        "failures"
+    ]
