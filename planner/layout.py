@@ -14,7 +14,7 @@ def lay_out(request: Mapping[str, Json], record: Mapping[str, Json], account: Ma
     """The draft of a plan: identity, request, toolchain, fleet, workload, and ranks grouped by likeness."""
     ledger = Ledger({"format": "dormouse.plan", "format_version": 1, "request": dict(request)})
     ledger.put("/toolchain", record["toolchain"])
-    ledger.put("/fleet", {"nodes": record["nodes"], "devices": record["devices"]})
+    ledger.put("/fleet", {key: record[key] for key in ("nodes", "devices", "links") if key in record})
     ledger.put("/workload", {"model": account["made_from"]["model"], "digest": account["digest"]})
     _workload(ledger, request, account)
     ledger.put("/ranks", _ranks(request, record))
