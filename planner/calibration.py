@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from planner.cost import UNIT_RATES, seconds
 from planner.layout import device_pointer
 from planner.ledger import Ledger, plain
-from planner.link import all_gather_seconds, all_reduce_seconds
+from planner.paths import link_inputs, rings
 from schemas.document import reading, resolve
 from schemas.form import Json, Unfaithful, six
 
@@ -107,21 +107,19 @@ def _same_world(row: Mapping[str, Json], wanted: Mapping[str, Json]) -> bool:
     return bool(row["world"] == wanted["world"])  # a rank of another fleet owns other matrices
 
 
-def calibrate_link(ledger: Ledger, request: Mapping[str, Json], world: int) -> None:
+def calibrate_link(ledger: Ledger, request: Mapping[str, Json]) -> None:
     """Put ``/exchange/calibration/all_reduce`` and ``/owners`` where a row speaks of the fleet."""
     wanted = _traits(ledger.draft, ledger.draft["ranks"][0])
     alike = [row for row in request["calibrate"] if all(row[key] == wanted[key] for key in _LINK_ALIKE)]
-    rate, latency = (ledger.value(f"/exchange/{name}") for name in ("rate", "latency"))
-    if rate is None or latency is None:
+    link = [ledger.value(pointer) for pointer in link_inputs(ledger.draft)]
+    if None in link:
         return
+    ring = rings(ledger.draft, *link)
     reduced = [row for row in alike if row["all_reduce"] is not None]
-    points = [
-        _point(row, "all_reduce", all_reduce_seconds(row["payload"], world, rate, latency, row["buckets"]))
-        for row in reduced
-    ]
+    points = [_point(row, "all_reduce", ring.all_reduce(row["payload"], row["buckets"])) for row in reduced]
     _put(ledger, "/exchange/calibration/all_reduce", points, reduced)
     sent = [row for row in alike if row["owners"] is not None]
-    points = [_point(row, "owners", all_gather_seconds(row["owners_payload"], world, rate, latency)) for row in sent]
+    points = [_point(row, "owners", ring.all_gather(row["owners_payload"])) for row in sent]
     _put(ledger, "/exchange/calibration/owners", points, sent)
 
 

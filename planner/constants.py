@@ -47,10 +47,23 @@ LOOPBACK_LATENCY = Assumed(2e-4, 5e-5, 1e-3, "s", "one gloo step between process
 
 GPU_LAUNCH_SECONDS = Assumed(1.1e-5, 6e-6, 2.5e-5, "s", "PyTorch's host time a launched kernel, forward and backward")
 GPU_PRODUCT_EFFICIENCY = Assumed(0.5, 0.25, 0.8, "", "share of the peak matrix rate that mixed layer shapes reach")
-PCIE_EFFICIENCY = Assumed(
-    0.48, 0.35, 0.78, "", "staged through host memory 0.48 (measured on two cards), direct peer-to-peer 0.78"
-)
-PCIE_LATENCY = Assumed(4e-5, 1e-5, 1e-4, "s", "one NCCL ring step between two cards")
+GPU_BANDWIDTH_EFFICIENCY = Assumed(0.75, 0.5, 0.92, "", "share of the peak memory rate that elementwise code reaches")
+
+# All-reduce over each path between cards: the share of the link's rate that the ring reaches, a ring step's latency.
+# Measured on two H200: NVLink 341 of 450 GB/s and 38 us for 1 MB; staged through host memory 30 of 63 GB/s and 80 us.
+PATH_EFFICIENCY = {
+    "nvlink": Assumed(0.74, 0.6, 0.82, "", "ring all-reduce over NVLink: 0.66 to 0.76 seen on two H200"),
+    "p2p": Assumed(0.78, 0.6, 0.85, "", "ring all-reduce by direct peer-to-peer over PCIe, as reported"),
+    "staged": Assumed(
+        0.48, 0.35, 0.6, "", "staged through host memory: 0.48 on two H200, the same reported of two RTX 5090"
+    ),
+}
+PATH_LATENCY = {
+    "nvlink": Assumed(1.7e-5, 8e-6, 4e-5, "s", "a ring step of NCCL over NVLink, launch included"),
+    "p2p": Assumed(2e-5, 1e-5, 6e-5, "s", "a ring step of NCCL by peer-to-peer over PCIe"),
+    "staged": Assumed(2.4e-5, 1.2e-5, 8e-5, "s", "a ring step of NCCL through host memory"),
+}
+NVLINK_BYTES_A_LINK = Assumed(2.5e10, 2e10, 5e10, "B/s", "one NVLink of generation 2 to 4, one way")
 
 CPU_ALLOCATOR_OVERHEAD = Assumed(1.0, 0.97, 1.1, "", "the CPU allocator returns what it was asked for, 64 B aligned")
 GPU_ALLOCATOR_OVERHEAD = Assumed(

@@ -9,9 +9,9 @@ from planner.calibrated import calibrated_time
 from planner.calibration import calibrate_link
 from planner.cost import DTYPE_BYTES
 from planner.ledger import Ledger
-from planner.link import all_gather_seconds, all_reduce_seconds, lane_rate, ring_volume
+from planner.link import ring_volume
+from planner.paths import link_inputs, put_link, rings
 from planner.ranks import most_owned, world_size
-from schemas.document import unknown
 from schemas.form import Json
 
 
@@ -23,22 +23,21 @@ def exchange(
     world = world_size(draft)
     if world == 1:
         return ledger.draft
-    _link(ledger)
+    put_link(ledger)
     _payload(ledger, world)
-    calibrate_link(ledger, request, world)
-    link = ["/exchange/latency", "/exchange/rate"]
+    calibrate_link(ledger, request)
     calibrated_time(
         ledger,
         "/exchange/seconds",
         "/exchange/calibration/all_reduce",
-        lambda payload, buckets, latency, rate: all_reduce_seconds(payload, world, rate, latency, buckets),
+        lambda payload, buckets, *link: rings(ledger.draft, *link).all_reduce(payload, buckets),
         ["/exchange/payload", "/exchange/buckets"],
-        link,
+        link_inputs(ledger.draft),
         ("ring all-reduce: 2(P-1) steps of latency a bucket, and the volume over the link", None),
         measurable=True,
     )
     if "owners" in ledger.draft["exchange"]:
-        _owners(ledger, account, world, link)
+        _owners(ledger, account)
     return ledger.draft
 
 
@@ -60,39 +59,7 @@ def _payload(ledger: Ledger, world: int) -> None:
     ledger.compute("/exchange/volume", "B", lambda n: round(ring_volume(n, world)), ["/exchange/payload"], why)
 
 
-def _link(ledger: Ledger) -> None:
-    """The rate and latency of the slowest link of the fleet."""
-    devices = ledger.draft["fleet"]["devices"]
-    if all(device["kind"] == "cpu" for device in devices.values()):
-        _loopback(ledger)
-        return
-    ledger.put("/exchange/latency", constants.PCIE_LATENCY.reading())
-    ledger.put("/exchange/pcie_efficiency", constants.PCIE_EFFICIENCY.reading())
-    sources = ["/exchange/pcie_efficiency"]
-    for key in devices:
-        sources += [f"/fleet/devices/{key}/pcie_generation_max", f"/fleet/devices/{key}/pcie_width_current"]
-
-    def slowest(efficiency: float, *links: float) -> float:
-        return efficiency * min(lane_rate(int(g)) * w for g, w in zip(links[::2], links[1::2], strict=True))
-
-    why = "slowest card's link: lanes x lane rate x efficiency (maximum generation, since idle lowers the current one)"
-    ledger.compute("/exchange/rate", "B/s", slowest, sources, why)
-
-
-def _loopback(ledger: Ledger) -> None:
-    nodes = ledger.draft["fleet"]["nodes"]
-    for name, assumed in (("rate", constants.LOOPBACK_RATE), ("latency", constants.LOOPBACK_LATENCY)):
-        pointer, sources = f"/exchange/{name}", [f"/fleet/nodes/{node}/loopback_{name}" for node in nodes]
-        timed = [nodes[node].get(f"loopback_{name}", {}).get("value") is not None for node in nodes]
-        if len(nodes) > 1:
-            ledger.put(pointer, unknown(assumed.unit, "the network between nodes is not probed"))
-        elif all(timed):
-            ledger.compute(pointer, assumed.unit, float, sources, "gloo between processes of this machine, timed")
-        else:
-            ledger.put(pointer, assumed.reading())
-
-
-def _owners(ledger: Ledger, account: Mapping[str, Json], world: int, link: list[str]) -> None:
+def _owners(ledger: Ledger, account: Mapping[str, Json]) -> None:
     width = DTYPE_BYTES[ledger.value("/workload/config/ns_dtype")]
     most = most_owned(ledger.draft, account)
     inputs = ["/exchange/owners", "/workload/config/ns_dtype"]
@@ -102,8 +69,8 @@ def _owners(ledger: Ledger, account: Mapping[str, Json], world: int, link: list[
         ledger,
         "/exchange/owners_seconds",
         "/exchange/calibration/owners",
-        lambda payload, latency, rate: all_gather_seconds(payload, world, rate, latency),
+        lambda share, *link: rings(ledger.draft, *link).all_gather(share),
         ["/exchange/owners_payload"],
-        link,
+        link_inputs(ledger.draft),
         ("ring all-gather: P-1 steps of one rank's share", None),
     )

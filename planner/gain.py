@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from planner.cost import Rank, exposed_seconds, ratio_at
 from planner.ledger import Ledger
-from planner.link import all_gather_seconds, all_reduce_seconds
+from planner.paths import link_inputs, rings
 from planner.ranks import rank_facts, sharing, world_size
 from schemas.document import unknown
 from schemas.form import Json
@@ -49,7 +49,7 @@ def gains(ledger: Ledger, account: Mapping[str, Json]) -> None:
 
 class _Fleet:
     def __init__(self, ledger: Ledger, account: Mapping[str, Json]) -> None:
-        draft = ledger.draft
+        self.draft = draft = ledger.draft
         entries = draft["ranks"]
         self.ranks = [rank_facts(draft, account, place) for place in range(len(entries))]
         self.shapes = [(entry["batch"]["chosen"], entry["seq"]["chosen"]) for entry in entries]
@@ -74,18 +74,17 @@ class _Fleet:
             values = rank.rates or (None, None, None)
             self.nominal |= dict(zip(pointers, values, strict=True))
             self.inputs += [f"/ranks/{place}/calibration/compute"] if rank.compute_ratios else pointers
-        link = ["/exchange/latency", "/exchange/rate"]
+        link = link_inputs(ledger.draft)
         self.nominal |= {pointer: ledger.value(pointer) for pointer in link}
         self.inputs += ["/exchange/calibration/all_reduce"] if self.link_ratios[0] else link
 
     def times(self, values: Sequence[float]) -> Times:
         """The three times with ``inputs`` at ``values`` and all else at its own."""
         at: dict[str, Any] = {**self.nominal, **dict(zip(self.inputs, values, strict=True))}
-        latency, rate = at["/exchange/latency"], at["/exchange/rate"]
+        ring = rings(self.draft, *[at[pointer] for pointer in link_inputs(self.draft)])
         ranks = [self._at(place, at) for place in range(len(self.ranks))]
-        reduce = all_reduce_seconds(self.payload, self.world, rate, latency, self.buckets)
-        reduce *= ratio_at(self.link_ratios[0], 0)
-        sending = 0.0 if self.owned is None else all_gather_seconds(self.owned, self.world, rate, latency)
+        reduce = ring.all_reduce(self.payload, self.buckets) * ratio_at(self.link_ratios[0], 0)
+        sending = 0.0 if self.owned is None else ring.all_gather(self.owned)
         sending *= ratio_at(self.link_ratios[1], 0)
         planned = [self._part(rank, place, float(self.shapes[place][0])) for place, rank in enumerate(ranks)]
         even = [self._part(rank, place, self.total / self.world) for place, rank in enumerate(ranks)]

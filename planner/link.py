@@ -1,6 +1,12 @@
-"""Collectives over a ring, as formulas: P ranks, a link of so many bytes a second, a latency a step."""
+"""Collectives over rings, as formulas: payload in bytes, rates in bytes a second, a latency in seconds a ring step.
+
+Ranks of one node form a ring over the node's slowest path; nodes, where there are several, form a second ring over the
+network: reduce-scatter within each node, all-reduce of the shards between nodes, all-gather within each node.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 # Bits a second and lane that the line code leaves: 8b/10b to generation 2, 128b/130b from 3 on, and from 6 on flits of
 # 242 of 256 bytes (PCI Express base specification).
@@ -13,16 +19,36 @@ def lane_rate(generation: int) -> float:
     return _LANE_BITS[generation] / 8
 
 
-def ring_volume(payload: float, world: int) -> float:
+def ring_volume(payload: float, ranks: int) -> float:
     """Bytes that each rank of a ring all-reduce sends: a reduce-scatter and an all-gather of 1/P slices."""
-    return 2 * (world - 1) / world * payload
+    return 2 * (ranks - 1) / ranks * payload
 
 
-def all_reduce_seconds(payload: float, world: int, rate: float, latency: float, buckets: float) -> float:
-    """Time of a ring all-reduce of ``payload`` bytes over a link of ``rate`` B/s, in so many buckets."""
-    return buckets * 2 * (world - 1) * latency + ring_volume(payload, world) / rate
+@dataclass(frozen=True)
+class Rings:
+    """``per_node`` ranks on each of ``nodes`` nodes. ``rate`` and ``latency`` are the path's within a node;
+    ``network_rate`` is what one node sends to others, all its ranks together (0 where there is one node)."""
 
+    per_node: int
+    nodes: int
+    rate: float
+    latency: float
+    network_rate: float = 0.0
+    network_latency: float = 0.0
 
-def all_gather_seconds(share: float, world: int, rate: float, latency: float) -> float:
-    """Time of a ring all-gather in which every rank sends ``share`` bytes of its own."""
-    return (world - 1) * (latency + share / rate)
+    def all_reduce(self, payload: float, buckets: float) -> float:
+        """Seconds to sum ``payload`` bytes over all ranks, in so many buckets."""
+        within = buckets * 2 * (self.per_node - 1) * self.latency + ring_volume(payload, self.per_node) / self.rate
+        if self.nodes == 1:
+            return within
+        steps = buckets * 2 * (self.nodes - 1) * self.network_latency
+        return within + steps + ring_volume(payload, self.nodes) / self.network_rate
+
+    def all_gather(self, share: float) -> float:
+        """Seconds until every rank has the ``share`` bytes of every other."""
+        within = (self.per_node - 1) * (self.latency + share / self.rate)
+        if self.nodes == 1:
+            return within
+        # What comes over the network is passed on within the node as well.
+        foreign = (self.nodes - 1) * self.per_node * share
+        return within + (self.nodes - 1) * self.network_latency + foreign / self.network_rate + foreign / self.rate

@@ -8,8 +8,9 @@ from planner import constants
 from planner.calibration import calibrate_ranks
 from planner.layout import device_pointer, per_rank
 from planner.ledger import Ledger
-from planner.legality import kernel_veto, rung_verdict
+from planner.legality import is_gtx16, kernel_veto, legal
 from planner.ranks import world_size
+from planner.served import put_served
 from schemas.document import RUNGS, reading, resolve, unknown
 from schemas.form import Json
 
@@ -23,6 +24,8 @@ def policy(
         base = f"/ranks/{place}"
         device = device_pointer(ledger.draft, entry)
         _capability(ledger, base, device)
+        if ledger.value(f"{device}/kind") == "cuda":
+            put_served(ledger, base, device)
         _dtype(ledger, base, device, per_rank(request["dtype"], entry["members"][0]))
         _threads(ledger, base, device)
         ledger.put(f"{base}/kernels", {})  # a model may require none
@@ -46,7 +49,7 @@ def _capability(ledger: Ledger, base: str, device: str) -> None:
         if found is None and rung != "fp32":
             item = unknown("", "the card does not say its compute capability", inputs=[source])
         else:
-            able, why = rung_verdict(rung, kind, found if kind == "cuda" else None)
+            able, why = legal(rung, kind, found if kind == "cuda" else None)
             item = reading(able, "", "computed", why, inputs=[source])
         ledger.put(f"{base}/capability/{rung}", item)
 
@@ -63,14 +66,17 @@ def _dtype(ledger: Ledger, base: str, device: str, asked: str | None) -> None:
         why = resolve(ledger.draft, f"{where}/bf16")["why"]
         ledger.decide(f"{base}/dtype", asked, "bf16", why, inputs=[f"{where}/bf16"])
     else:
-        _fall_back_to_fp32(ledger, base, asked)
+        _fall_back_to_fp32(ledger, base, device, asked)
 
 
-def _fall_back_to_fp32(ledger: Ledger, base: str, asked: str | None) -> None:
+def _fall_back_to_fp32(ledger: Ledger, base: str, device: str, asked: str | None) -> None:
     where = f"{base}/capability"
     rejected = [{"option": "bf16", "why": resolve(ledger.draft, f"{where}/bf16")["why"]}]
     half = ledger.value(f"{where}/fp16")
-    if half:
+    if half and is_gtx16(ledger.value(f"{device}/name")):
+        why = "a GTX 16xx has it and was seen to give NaN in it: not before a finite check on this very card has passed"
+        rejected.append({"option": "fp16", "why": why})
+    elif half:
         rejected.append({"option": "fp16", "why": "the card has it, but the runtime has no fp16 forward yet"})
     else:
         rejected.append({"option": "fp16", "why": resolve(ledger.draft, f"{where}/fp16")["why"]})
@@ -177,12 +183,25 @@ def _rates(ledger: Ledger, base: str, device: str) -> None:
         _rate(ledger, f"{base}/rates/bandwidth_a_core", device, "bandwidth", constants.CPU_BANDWIDTH)
         _cpu_rates(ledger, base, device, f"rate_{dtype}")
         return
-    for name, key, unit in (("products", f"rate_{dtype}", "FLOP/s"), ("bandwidth", "bandwidth", "B/s")):
-        if key in found:
-            ledger.compute(f"{base}/rates/{name}", unit, float, [f"{device}/{key}"], "as the record has it")
-        else:
-            why = f"neither timed nor in the record: run dormouse-plan with --benchmark to have this card's {key}"
-            ledger.put(f"{base}/rates/{name}", unknown(unit, why))
+    products = ("products", f"rate_{dtype}", f"peak_{dtype}", "FLOP/s", constants.GPU_PRODUCT_EFFICIENCY)
+    memory = ("bandwidth", "bandwidth", "peak_bandwidth", "B/s", constants.GPU_BANDWIDTH_EFFICIENCY)
+    for row in (products, memory):
+        _card_rate(ledger, base, device, row)
+
+
+def _card_rate(ledger: Ledger, base: str, device: str, row: tuple[str, str, str, str, constants.Assumed]) -> None:
+    """A card's rate: as timed, else its data sheet's peak by the share of it that is reached, else unknown."""
+    name, timed, peak, unit, efficiency = row
+    found, pointer = resolve(ledger.draft, device), f"{base}/rates/{name}"
+    if found.get(timed, {}).get("value") is not None:
+        ledger.compute(pointer, unit, float, [f"{device}/{timed}"], "as the record has it")
+    elif found.get(peak, {}).get("value") is not None:
+        ledger.put(f"{pointer}_efficiency", efficiency.reading())
+        inputs = [f"{device}/{peak}", f"{pointer}_efficiency"]
+        ledger.compute(pointer, unit, lambda sheet, share: sheet * share, inputs, "the data sheet's peak x efficiency")
+    else:
+        why = f"neither timed nor in a data sheet: run dormouse-plan with --benchmark to have this card's {timed}"
+        ledger.put(pointer, unknown(unit, why))
 
 
 def _rate(ledger: Ledger, pointer: str, device: str, key: str, assumed: constants.Assumed) -> None:

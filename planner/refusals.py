@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from planner import refusals_plan, refusals_run
+from planner import refusals_machine, refusals_plan, refusals_run
 from planner.refusal import Refusal
 from schemas.form import Json
 
@@ -47,6 +47,13 @@ class Rule:
 
 RULES: tuple[Rule, ...] = (
     Rule("mixed-kinds", "request", "CPU and CUDA ranks in one fleet", refusals_plan.mixed_kinds),
+    Rule("cuda-missing", "request", "cards under a CPU build of torch", refusals_machine.cuda_missing),
+    Rule("no-wheel-serves", "request", "cards that no one build of torch serves", refusals_machine.no_wheel_serves),
+    Rule("wheel-lacks-card", "request", "a card that this torch has no code for", refusals_machine.wheel_lacks_card),
+    Rule("mig-parent", "request", "a divided card without a visible slice", refusals_machine.mig_parent),
+    Rule("mig-fleet", "request", "several MIG slices in one run", refusals_machine.mig_fleet),
+    Rule("compute-mode", "request", "a card that no process, or no second one, may use", refusals_machine.compute_mode),
+    Rule("nccl-windows", "request", "several cards on Windows, which has no NCCL", refusals_machine.nccl_platform),
     Rule(
         "per-rank-count", "request", "a value a rank, but not as many as there are ranks", refusals_plan.per_rank_count
     ),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from planner import constants
 from planner.layout import device_pointer
-from planner.legality import BF16_FROM, FP16_FROM, kernel_veto, sm_name
+from planner.legality import begins_at, kernel_veto, sm_name
 from planner.refusal import Refusal
 from schemas.document import resolve
 from schemas.form import Json
@@ -134,12 +134,11 @@ def dtype_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         if asked in (None, "auto", "fp32") or entry["capability"][asked]["value"]:
             continue
         pointer = device_pointer(plan, entry)
-        start = sm_name(".".join(map(str, BF16_FROM if asked == "bf16" else FP16_FROM)))
         yield Refusal(
             "dtype-unsupported",
             f"--dtype {asked} on rank {_members(entry)}",
             f"{_card(plan, pointer)}: {entry['capability'][asked]['why']}",
-            f"native {asked} begins at {start}; another dtype under that name would be another experiment",
+            f"native {asked} begins at {begins_at(asked)}; another dtype under that name would be another experiment",
             "--dtype auto, or for these ranks --dtype fp32",
         )
 

@@ -22,12 +22,12 @@ DEEPEST_NESTING = 32
 # fmt: off
 _ORDER = (
     "format", "format_version", "made_from", "request", "toolchain", "nodes", "fleet", "workload", "ranks", "id",
-    "ids", "node", "kind", "name", "uuid", "members", "devices", "model", "set", "opt", "data", "weight",
-    "length", "sha256", "threads", "capability", "rates", "calibration", "dtype", "kernels", "batch", "seq",
-    "steps", "seed", "tokens", "token_weight", "mechanisms", "work", "memory", "exchange", "fit", "step",
+    "ids", "node", "kind", "name", "uuid", "members", "devices", "links", "model", "set", "opt", "data", "weight",
+    "length", "sha256", "threads", "capability", "served", "rates", "calibration", "dtype", "kernels", "batch",
+    "seq", "steps", "seed", "tokens", "token_weight", "mechanisms", "work", "memory", "exchange", "fit", "step",
     "capacity", "fit_policy", "shard", "reduce", "benchmark", "calibrate", "config", "defaults", "granule",
     "parameters", "tensors", "sources", "masters", "gradients", "muon_momentum", "adamw_state", "activations",
-    "backend", "reduce_dtype", "bucket_bytes", "payload", "volume", "buckets", "update", "workspace",
+    "backend", "reduce_dtype", "bucket_bytes", "path", "payload", "volume", "buckets", "update", "workspace",
     "backward_peak", "optimizer_peak", "peak", "host", "limit", "global_batch", "global_tokens", "compute",
     "optimizer", "owners", "total", "rate", "latency", "seconds", "owners_payload", "owners_seconds",
     "tokens_per_second", "regime", "even_seconds", "best_alone_seconds", "gain_over_even", "gain_over_best",

@@ -72,7 +72,10 @@ def fleet(*speeds: float, free: int | None = 10**12, sm: str = "8.6") -> dict[st
             "bandwidth": reading(1e15, "B/s", "benchmarked", "made up"),
             "launch_seconds": reading(1e-12, "s", "benchmarked", "made up"),
         }
-    return seal({**record(), "devices": devices})
+    build = {"torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9"}
+    installed = {name: reading(version, "", "declared", "made up") for name, version in build.items()}
+    found = record()
+    return seal({**found, "toolchain": found["toolchain"] | installed, "devices": devices})
 
 
 def run_of(plan: dict[str, Any], **changes: Any) -> dict[str, Any]:
