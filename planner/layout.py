@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.ledger import Ledger
+from planner.likeness import grouped, in_order
 from schemas.document import reading, unknown
 from schemas.form import Json
 
@@ -14,10 +15,12 @@ def lay_out(request: Mapping[str, Json], record: Mapping[str, Json], account: Ma
     """The draft of a plan: identity, request, toolchain, fleet, workload, and ranks grouped by likeness."""
     ledger = Ledger({"format": "dormouse.plan", "format_version": 1, "request": dict(request)})
     ledger.put("/toolchain", record["toolchain"])
-    ledger.put("/fleet", {key: record[key] for key in ("nodes", "devices", "links") if key in record})
+    nodes, devices = grouped(record["nodes"], record["devices"])
+    fleet = {"nodes": nodes, "devices": devices} | ({"links": record["links"]} if "links" in record else {})
+    ledger.put("/fleet", _moved(fleet))
     ledger.put("/workload", {"model": account["made_from"]["model"], "digest": account["digest"]})
     _workload(ledger, request, account)
-    ledger.put("/ranks", _ranks(request, record))
+    ledger.put("/ranks", _ranks(request, devices))
     return ledger.draft
 
 
@@ -61,10 +64,20 @@ def per_rank(asked: Any, rank: int) -> Any:
     return asked[rank] if len(asked) > 1 else asked[0]
 
 
-def _ranks(request: Mapping[str, Json], record: Mapping[str, Json]) -> list[dict[str, Json]]:
+def _moved(item: Json) -> Json:
+    """A part of the record as it stands in a plan: pointers into the record lead below /fleet there."""
+    if isinstance(item, dict):
+        return {key: _moved(value) for key, value in item.items()}
+    if isinstance(item, list):
+        return [_moved(value) for value in item]
+    parts = ("/nodes/", "/devices/", "/links/")
+    return f"/fleet{item}" if isinstance(item, str) and item.startswith(parts) else item
+
+
+def _ranks(request: Mapping[str, Json], devices: Mapping[str, Json]) -> list[dict[str, Json]]:
     """One entry for all ranks that are alike in device and in what was asked of them, in order of their first rank."""
     entries: dict[str, dict[str, Json]] = {}
-    order = [(key, identity) for key, device in record["devices"].items() for identity in device["ids"]]
+    order = in_order(devices)
     for rank, (key, identity) in enumerate(order):
         asked = [per_rank(request[option], rank) for option in ("dtype", "capacity", "fit")]
         entry = entries.setdefault(repr((key, asked)), {"members": [], "devices": []})

@@ -8,6 +8,7 @@ from typing import Any
 
 from planner import constants
 from planner.ledger import Ledger
+from planner.likeness import node_count
 from planner.link import Rings, lane_rate
 from planner.ranks import world_size
 from schemas.document import escape, reading, unknown
@@ -15,11 +16,6 @@ from schemas.form import Json
 
 WITHIN = ("/exchange/rate", "/exchange/latency")
 BETWEEN = ("/exchange/network_rate", "/exchange/network_latency")
-
-
-def node_count(draft: Mapping[str, Json]) -> int:
-    """Nodes of the fleet: those that are alike share one entry with ``members``."""
-    return sum(len(node.get("members", (0,))) for node in draft["fleet"]["nodes"].values())
 
 
 def link_inputs(draft: Mapping[str, Json]) -> list[str]:

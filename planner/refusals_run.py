@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from planner.layout import device_pointer
+from planner.likeness import node_count
 from planner.refusal import Refusal
 from schemas.document import resolve
 from schemas.form import Json
@@ -27,12 +28,12 @@ def world_of(plan: Facts) -> int:
 
 
 def multi_node(plan: Facts, facts: Facts) -> Iterator[Refusal]:
-    nodes = {device["node"] for device in plan["fleet"]["devices"].values()}
-    if len(nodes) > 1:
+    nodes = node_count(plan)
+    if nodes > 1:
         yield Refusal(
             "multi-node",
-            f"a run over {len(nodes)} nodes",
-            ", ".join(sorted(nodes)),
+            f"a run over {nodes} nodes",
+            f"{nodes} nodes, the first of them {next(iter(plan['fleet']['nodes']))}",
             "a fleet of several nodes can be planned and compared, but its run has not passed a gate of its own",
             "plan the devices of one node",
         )

@@ -53,11 +53,11 @@ def compiled(**asked: Any) -> dict[str, Any]:
 
 def fleet(*speeds: float, free: int | None = 10**12, sm: str = "8.6") -> dict[str, Any]:
     """The record of one made-up card a speed, in FLOP/s of its products, with nothing else that takes time."""
-    devices = {}
+    devices, found = {}, record()
     for place, speed in enumerate(speeds):
         devices[f"GPU-{place}"] = {
             "ids": [f"GPU-{place}"],
-            "node": "node-00000000",
+            "node": next(iter(found["nodes"])),
             "kind": "cuda",
             "name": reading(f"Card {place}", "", "declared", "made up"),
             "sm": reading(sm, "", "declared", "made up"),
@@ -66,7 +66,11 @@ def fleet(*speeds: float, free: int | None = 10**12, sm: str = "8.6") -> dict[st
             if free is not None
             else reading(None, "B", "unknown", "the driver does not say"),
             "pcie_generation_max": reading(5, "", "declared", "made up"),
+            "pcie_width_max": reading(16, "", "declared", "made up"),
             "pcie_width_current": reading(16, "", "declared", "made up"),
+            "pcie_generation_current": reading(1, "", "declared", "made up: idle"),
+            "mig": reading("off", "", "declared", "made up"),
+            "compute_mode": reading("default", "", "declared", "made up"),
             "rate_bf16": reading(speed, "FLOP/s", "benchmarked", "made up"),
             "rate_fp32": reading(speed / 2, "FLOP/s", "benchmarked", "made up"),
             "bandwidth": reading(1e15, "B/s", "benchmarked", "made up"),
@@ -74,7 +78,6 @@ def fleet(*speeds: float, free: int | None = 10**12, sm: str = "8.6") -> dict[st
         }
     build = {"torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9"}
     installed = {name: reading(version, "", "declared", "made up") for name, version in build.items()}
-    found = record()
     return seal({**found, "toolchain": found["toolchain"] | installed, "devices": devices})
 
 
@@ -112,3 +115,18 @@ def recorded_plan(*runs: dict[str, Any], **asked: Any) -> dict[str, Any]:
     for run in runs:
         plan = append_run(plan, run)
     return plan
+
+
+def cluster(nodes: int, cards: int = 8) -> dict[str, Any]:
+    """The record of so many alike nodes of so many alike cards, told apart one by one, as probing each would."""
+    one = fleet(1e14)
+    device, node = one["devices"]["GPU-0"], next(iter(one["nodes"].values()))
+    node |= {"network_rate": reading(5e10, "B/s", "declared", "made up")}
+    node |= {"network_latency": reading(1e-5, "s", "declared", "made up")}
+    names = [f"node-{place:08x}" for place in range(nodes)]
+    devices = {}
+    for place, name in enumerate(names):
+        for card in range(cards):
+            identity = f"GPU-{place:08x}-0000-4000-8000-{card:012x}"
+            devices[identity] = {**device, "ids": [identity], "node": name, "order": [place * cards + card]}
+    return seal({**one, "nodes": {name: dict(node) for name in names}, "devices": devices})
