@@ -110,8 +110,11 @@ def _groups(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, J
         def seconds(b: int, facts: Any = facts, length: int = length) -> float:
             return float(facts.compute_seconds(b, length))
 
+        def work(b: int, facts: Any = facts, length: int = length) -> float:
+            return float(facts.sample_seconds(b, length))
+
         cap = largest_within(MOST_SAMPLES, fits) if fits(1) else 0
-        groups.append(Group(len(entry["members"]), seconds, cap))
+        groups.append(Group(len(entry["members"]), seconds, cap, work))
     return groups
 
 

@@ -113,6 +113,13 @@ class Rank:
         modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
         return modelled * ratio_at(self.compute_ratios, b)
 
+    def sample_seconds(self, b: int, t: int) -> float:
+        """The part of `compute_seconds` that samples cause: products and bytes, without launches."""
+        assert self.rates is not None
+        products, bandwidth, _ = self.rates
+        work = self.work(b, t)
+        return work["flops"] / products + work["bytes"] / bandwidth
+
     def memory(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, int]:
         """Bytes by component; every state that the optimizer will ever make is counted from the start."""
         counts = self.account["parameters"]

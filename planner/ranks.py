@@ -74,23 +74,33 @@ def kind_of(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> str:
 def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float | None:
     """Put the bytes that entry ``place`` may use at its ``memory/limit``; None when nothing is known or asked.
 
-    With a budget of N: the smaller of 0.9 N and free memory less 512 MiB. Ranks on one CPU share its memory.
+    With a budget of N: the smaller of 0.9 N and free memory less 512 MiB. Where free memory is unknown, nine tenths of
+    the card's whole memory stand for it. Ranks on one CPU share its memory.
     """
     entry, pointer = ledger.draft["ranks"][place], f"/ranks/{place}/memory/limit"
-    free = f"{device_pointer(ledger.draft, entry)}/memory_free"
-    ranks = sharing(ledger.draft, entry)
+    device, ranks = device_pointer(ledger.draft, entry), sharing(ledger.draft, entry)
     budget = per_rank(request["fit"], entry["members"][0])
     margin, headroom = constants.FREE_MARGIN_BYTES, constants.FIT_HEADROOM
-    rest = f"free memory / {ranks} - 512 MiB" if ranks > 1 else "free memory - 512 MiB"
-    if not isinstance(budget, int):
-        limit: float | None = ledger.compute(pointer, "B", lambda n: int(n / ranks - margin), [free], rest)
-    elif ledger.value(free) is None:
-        limit = int(headroom * budget)
-        why = f"0.9 of the budget of {budget} B; free memory is unknown and could be less"
-        ledger.put(pointer, reading(limit, "B", "declared", why))
+    if ledger.value(f"{device}/memory_free") is not None:
+        source, why = f"{device}/memory_free", "free memory / {} - 512 MiB" if ranks > 1 else "free memory - 512 MiB"
+
+        def room(free: float) -> float:
+            return free / ranks - margin
     else:
-        why = f"the smaller of 0.9 x {budget} B and {rest}"
-        limit = ledger.compute(pointer, "B", lambda n: int(min(headroom * budget, n / ranks - margin)), [free], why)
+        source, why = f"{device}/memory_total", "0.9 of all memory, since how much is free is unknown"
+
+        def room(free: float) -> float:
+            return headroom * free / ranks
+
+    why = why.format(ranks)
+    if isinstance(budget, int) and ledger.value(source) is None:
+        limit: float | None = int(headroom * budget)
+        ledger.put(pointer, reading(limit, "B", "declared", f"0.9 x {budget} B; the card's memory is unknown"))
+    elif isinstance(budget, int):
+        why = f"the smaller of 0.9 x {budget} B and {why}"
+        limit = ledger.compute(pointer, "B", lambda n: int(min(headroom * budget, room(n))), [source], why)
+    else:
+        limit = ledger.compute(pointer, "B", lambda n: int(room(n)), [source], why)
     return limit
 
 

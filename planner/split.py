@@ -6,14 +6,18 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+Curve = Callable[[int], float]
+
 
 @dataclass(frozen=True)
 class Group:
-    """``count`` ranks that are alike: time of b samples (not falling in b), and the most samples that memory holds."""
+    """``count`` ranks that are alike: time of b samples, and the most samples that memory holds. Neither time nor
+    ``work`` (the part of it that samples cause, without launches) may fall in b."""
 
     count: int
-    seconds: Callable[[int], float]
+    seconds: Curve
     cap: int
+    work: Curve | None = None
 
 
 def split_samples(total: int, groups: Sequence[Group]) -> list[list[int]] | None:
@@ -21,27 +25,34 @@ def split_samples(total: int, groups: Sequence[Group]) -> list[list[int]] | None
     rank as fast as can be. None when the caps cannot hold ``total`` or there are more ranks than samples.
 
     For a candidate time each rank takes its largest batch that meets it; the least time whose sum suffices is found by
-    bisection, and what is over is taken back from the slowest ranks.
+    bisection. Launch-bound ranks meet many splits in that time, so of those the one with the least work on any rank is
+    taken, by the same bisection; and what is over is taken back from the ranks with most work.
     """
     ranks = sum(group.count for group in groups)
     if total < ranks or any(group.cap < 1 for group in groups):
         return None
     if sum(group.count * group.cap for group in groups) < total:
         return None
-    time = _least_time(total, groups)
-    batches = [[_largest(group, time, total)] * group.count for group in groups]
-    _trim(batches, groups, sum(map(sum, batches)) - total)
+    counts, caps = [group.count for group in groups], [min(group.cap, total) for group in groups]
+    for curves in ([group.seconds for group in groups], [group.work or group.seconds for group in groups]):
+        level = _least_level(total, counts, caps, curves)
+        caps = [_largest(cap, curve, level) for cap, curve in zip(caps, curves, strict=True)]
+    batches = [[cap] * count for cap, count in zip(caps, counts, strict=True)]
+    _trim(batches, curves, sum(map(sum, batches)) - total)
     return batches
 
 
-def _least_time(total: int, groups: Sequence[Group]) -> float:
-    def suffices(time: float) -> bool:
-        return sum(group.count * _largest(group, time, total) for group in groups) >= total
+def _least_level(total: int, counts: Sequence[int], caps: Sequence[int], curves: Sequence[Curve]) -> float:
+    """The least level at which the ranks' largest batches below it add up to ``total``."""
 
-    low = max(group.seconds(1) for group in groups)
+    def suffices(level: float) -> bool:
+        rows = zip(counts, caps, curves, strict=True)
+        return sum(count * _largest(cap, curve, level) for count, cap, curve in rows) >= total
+
+    low = max(curve(1) for curve in curves)
     if suffices(low):
         return low
-    high = max(group.seconds(min(group.cap, total)) for group in groups)
+    high = max(curve(cap) for curve, cap in zip(curves, caps, strict=True))
     while True:
         middle = (low + high) / 2
         if not low < middle < high:
@@ -49,9 +60,9 @@ def _least_time(total: int, groups: Sequence[Group]) -> float:
         low, high = (low, middle) if suffices(middle) else (middle, high)
 
 
-def _largest(group: Group, time: float, total: int) -> int:
-    """The largest batch of 1 to the cap that ``group`` finishes within ``time``; 1 when none does."""
-    return largest_within(min(group.cap, total), lambda batch: group.seconds(batch) <= time)
+def _largest(cap: int, curve: Curve, level: float) -> int:
+    """The largest batch of 1 to ``cap`` that stays within ``level``; 1 when none does."""
+    return largest_within(cap, lambda batch: curve(batch) <= level)
 
 
 def largest_within(most: int, holds: Callable[[int], bool]) -> int:
@@ -63,13 +74,13 @@ def largest_within(most: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _trim(batches: list[list[int]], groups: Sequence[Group], excess: int) -> None:
-    """Take ``excess`` samples back, each from the rank that is slowest then; of equals the one with most samples,
+def _trim(batches: list[list[int]], curves: Sequence[Curve], excess: int) -> None:
+    """Take ``excess`` samples back, each from the rank that stands highest then; of equals the one with most samples,
     then the last."""
     heap: list[tuple[float, int, int, int]] = []
-    for place, group in enumerate(groups):
+    for place, curve in enumerate(curves):
         for rank, batch in enumerate(batches[place]):
-            heap.append((-group.seconds(batch), -batch, -place, -rank))
+            heap.append((-curve(batch), -batch, -place, -rank))
     heapq.heapify(heap)
     while excess > 0:
         _, batch, place, rank = heapq.heappop(heap)
@@ -78,7 +89,7 @@ def _trim(batches: list[list[int]], groups: Sequence[Group], excess: int) -> Non
             continue
         batches[-place][-rank] = left
         excess -= 1
-        heapq.heappush(heap, (-groups[-place].seconds(left), -left, place, rank))
+        heapq.heappush(heap, (-curves[-place](left), -left, place, rank))
 
 
 def assign_owners(costs: Sequence[float], speeds: Sequence[float]) -> list[int]:

@@ -175,6 +175,13 @@ def test_the_split_is_the_best_there_is_by_brute_force(rows: list[tuple[int, int
     assert max(g.seconds(b) for g, row in zip(groups, found, strict=True) for b in row) == best
 
 
+def test_of_splits_that_are_equally_fast_the_one_with_the_least_work_on_any_rank_is_taken() -> None:
+    strong = Group(1, lambda b: max(10.0, 0.1 * b), 99, lambda b: 0.1 * b)
+    weak = Group(1, lambda b: max(10.0, 0.7 * b), 99, lambda b: 0.7 * b)
+    assert split_samples(8, [strong, weak]) == [[7], [1]]
+    assert split_samples(8, [weak, strong]) == [[1], [7]]
+
+
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=7), st.lists(st.floats(1, 4), min_size=1, max_size=3))
 @settings(deadline=None)
 def test_owners_finish_within_twice_the_best_assignment(costs: list[float], speeds: list[float]) -> None:
@@ -266,3 +273,27 @@ def test_ranks_of_unlike_dtypes_reduce_in_fp32_and_say_so() -> None:
     alike = compile_plan(request(), fleet(1e12, 1e12), account())
     assert alike["exchange"]["reduce_dtype"]["chosen"] == "bf16"
     assert alike["exchange"]["payload"]["value"] * 2 == plan["exchange"]["payload"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "fit", "limit"),
+    [
+        (10 * 10**9, 16 * 10**9, [16 * 10**9], 10 * 10**9 - 512 * 2**20),
+        (15 * 10**9, 16 * 10**9, [8 * 10**9], 7_200_000_000),
+        (None, 16 * 10**9, [8 * 10**9], 7_200_000_000),
+        (None, 4 * 10**9, [16 * 10**9], 3_600_000_000),
+        (None, None, [16 * 10**9], 14_400_000_000),
+        (10 * 10**9, 16 * 10**9, None, 10 * 10**9 - 512 * 2**20),
+        (None, 4 * 10**9, None, 3_600_000_000),
+        (None, None, None, None),
+    ],
+)
+def test_a_ranks_limit_is_the_least_of_budget_and_memory(
+    free: int | None, total: int | None, fit: list[int] | None, limit: int | None
+) -> None:
+    found = fleet(1e12)
+    for device in found["devices"].values():
+        for key, value in (("memory_free", free), ("memory_total", total)):
+            basis = "unknown" if value is None else "probed"
+            device[key] |= {"value": value, "basis": basis, "weakest": basis}
+    assert compile_plan(request(fit=fit), found, account())["ranks"][0]["memory"]["limit"]["value"] == limit
