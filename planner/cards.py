@@ -36,7 +36,8 @@ class Card:
     Clocks are in MHz, (least, most): two where a laptop's maker chooses, else one twice. ``tensor`` is the FLOP of
     dense fp16 products that one multiprocessor does a cycle, accumulating in fp32;
     ``bf16`` whether they take bf16 at the same rate; ``gbps`` the bits a second and pin
-    of the memory, in 10^9; ``nvlink_gbs`` what all its links carry one way, in 10^9 B/s, 0 without any.
+    of the memory, in 10^9; ``nvlink_gbs`` what all its links carry one way, in 10^9 B/s, 0 without any;
+    ``switched_nvlinks`` the links between any two of them on the board they are sold on, through NVSwitch.
     """
 
     id: str
@@ -58,6 +59,7 @@ class Card:
     peer_to_peer: tuple[bool | None, str]
     nvlink_gbs: float
     nvlink_bridge: bool
+    switched_nvlinks: int | None
     note: str | None
     stated: Mapping[str, float]
 
@@ -80,6 +82,7 @@ def _card(row: Mapping[str, Any], family: Mapping[str, Any], chips: Mapping[str,
     if tensor is not None and family["fp32_accumulate"] == "half":
         tensor //= 2
     boost = _range(row.get("boost_mhz"))
+    peers = row.get("peer_to_peer", family["peer_to_peer"])
     return Card(
         id=row["id"],
         name=row["name"],
@@ -97,9 +100,10 @@ def _card(row: Mapping[str, Any], family: Mapping[str, Any], chips: Mapping[str,
         gbps=row.get("gbps"),
         lanes=row.get("lanes"),
         pcie_generation=family["pcie_generation"],
-        peer_to_peer=(family["peer_to_peer"]["value"], family["peer_to_peer"]["why"]),
+        peer_to_peer=(peers["value"], peers["why"]),
         nvlink_gbs=row.get("nvlink_gbs", 0),
         nvlink_bridge=row.get("nvlink_bridge", False),
+        switched_nvlinks=row.get("switched_nvlinks"),
         note=row.get("note"),
         stated=row.get("stated", {}),
     )
@@ -178,7 +182,7 @@ def _named(text: str) -> list[Card]:
 
 def _plain(text: str) -> str:
     """``text`` without case, brand, blanks and hyphens, its memory as "16gb"."""
-    lower = _BRANDS.sub(" ", re.sub(r"\((?:r|tm)\)|[^a-z0-9]", " ", text.lower()))
+    lower = _BRANDS.sub(" ", re.sub(r"\((?:r|tm)\)|[®™\s_-]", " ", text.lower()))
     return _MEMORY.sub(r"\1gb", lower.replace(" ", ""))
 
 

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from planner.cards import Card, match
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from planner.cards import Card, fleet, match, spec
+from planner.wheels import serving
 from schemas.document import reading, unknown
 from schemas.form import Json
 
+# Released together, and seen to run together; the wheel of torch is chosen for the cards.
+_RELEASES = {
+    "python": "3.12",
+    "triton": "3.6.0",
+    "fla-core": "0.6.0",
+    "flash-linear-attention": "0.6.0",
+    "bitsandbytes": "0.50.2",
+    "nccl": "2.28.9",
+}
+_MOST_ON_A_BOARD = 8  # cards that one NVSwitch board joins
 _ACCUMULATE = "dense products that accumulate in fp32"
 
 
@@ -84,3 +98,108 @@ def _nvlink(card: Card) -> dict[str, Json]:
         return reading(0, "B/s", "datasheet", f"no NVLink: {card.origin}")
     how = "over a bridge that is sold apart, between two cards" if card.nvlink_bridge else "all links together"
     return reading(card.nvlink_gbs * 1e9, "B/s", "datasheet", f"one way, {how}: {card.origin}")
+
+
+def record_body(text: str) -> dict[str, Json]:
+    """The unsealed record of made-up cards in one made-up machine, for ``CARD[xN][+CARD...]``.
+
+    Ids count ``card-0``, ``card-1``, ... in the order asked. Neighbours that are alike share an entry.
+
+    Raises:
+        UnknownCard: the text names no card, or several.
+    """
+    asked = fleet(text)
+    node = f"node-{hashlib.sha256(spec(asked).encode()).hexdigest()[:8]}"
+    devices: dict[str, Json] = {}
+    first = 0
+    for card, count in asked:
+        ids = [f"card-{place}" for place in range(first, first + count)]
+        devices[ids[0]] = {"ids": ids, "node": node, "kind": "cuda", **_described(card)}
+        first += count
+    body: dict[str, Json] = {
+        "format": "dormouse.record",
+        "format_version": 1,
+        "toolchain": _toolchain([card for card, _ in asked]),
+        "nodes": {node: _machine()},
+        "devices": devices,
+    }
+    return body | _links(asked)
+
+
+def _described(card: Card) -> dict[str, Json]:
+    """The card as a probe would find it, as far as a data sheet can tell."""
+    shown = "as marketed; the driver shows a little less" if card.driver_mib is None else "as the driver shows it"
+    found = sheet(card)
+    if card.nvlink_bridge:
+        why = f"without the bridge that is sold apart; with it {card.nvlink_gbs:g} GB/s one way between two"
+        found["nvlink_sheet"] = reading(0, "B/s", "assumed", why)
+    slot = "; in a slot that gives it all"
+    generation, width = found["pcie_generation_sheet"], found["lanes"]
+    return {
+        "name": reading(card.name, "", "datasheet", "the name that the driver gives it"),
+        "sm": reading(card.sm, "", "datasheet", f"compute capability: {card.origin}"),
+        "memory_total": reading(card.memory_bytes(), "B", "datasheet", f"{card.memory_gib} GiB {shown}: {card.origin}"),
+        "memory_free": unknown("B", "a catalogue card has no driver to ask"),
+        "multiprocessors": reading(card.multiprocessors, "", "datasheet", card.origin),
+        "pcie_generation_max": _said_again(generation, slot),
+        "pcie_generation_current": _said_again(generation, slot),
+        "pcie_width_max": _said_again(width, slot),
+        "pcie_width_current": _said_again(width, slot),
+        "mig": reading("off", "", "assumed", "a whole card; slices are made by its owner"),
+        "compute_mode": reading("default", "", "assumed", "as the driver starts"),
+        **found,
+    }
+
+
+def _said_again(item: dict[str, Json], more: str) -> dict[str, Json]:
+    return item if item["value"] is None else {**item, "why": item["why"] + more}
+
+
+def _machine() -> dict[str, Json]:
+    why = "a catalogue fleet has no machine to ask"
+    return {
+        "cores": unknown("", why),
+        "memory_total": unknown("B", why),
+        "memory_free": unknown("B", why),
+        "platform": reading("linux", "", "assumed", "where NCCL runs"),
+    }
+
+
+def _toolchain(chosen: Iterable[Card]) -> dict[str, Json]:
+    """A toolchain that serves all the cards; unknown where no one build of torch does."""
+    wheel = serving({card.sm for card in chosen})
+    driver = unknown("", "a catalogue card has no driver to ask")
+    if wheel is None:
+        why = (
+            "no published build of torch holds code for all of these cards: Volta and older ended where Blackwell began"
+        )
+        names = ("torch", "cuda", "arch_list", *_RELEASES)
+        return {name: unknown("", why) for name in names} | {"driver": driver}
+    why = f"{wheel.name}, which serves every card asked for"
+    found = {
+        "torch": f"{wheel.torch.split()[0]}.0+cu{wheel.cuda.replace('.', '')}",
+        "cuda": wheel.cuda,
+        "arch_list": list(wheel.arches),
+    }
+    items = {name: reading(value, "", "assumed", why) for name, value in found.items()}
+    items |= {name: reading(value, "", "assumed", f"a release beside {why}") for name, value in _RELEASES.items()}
+    return items | {"driver": driver}
+
+
+def _links(asked: Sequence[tuple[Card, int]]) -> dict[str, Json]:
+    """The one class of links of a board whose cards NVSwitch joins; nothing for other fleets: their slots decide."""
+    card, count = asked[0]
+    if len(asked) > 1 or card.switched_nvlinks is None or not 1 < count <= _MOST_ON_A_BOARD:
+        return {}
+    pairs = [[f"card-{a}", f"card-{b}"] for a in range(count) for b in range(a + 1, count)]
+    why = f"the board that the {card.id} is sold on joins every two through NVSwitch: {card.origin}"
+    return {
+        "links": {
+            "link-0": {
+                "pairs": pairs,
+                "path": reading("nvlink", "", "datasheet", why),
+                "nvlinks": reading(card.switched_nvlinks, "", "datasheet", why),
+                "peer_to_peer": reading(True, "", "datasheet", why),
+            }
+        }
+    }

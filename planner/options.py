@@ -130,7 +130,9 @@ A measurable reading that was not measured fails too. Exit code 1.""",
 
 
 def _devices(made: Parser) -> None:
-    _adder(made)("--devices", request.devices, "DEVICES", "auto (default), cpu, cpu:N, or RECORD.json[,...]")
+    _adder(made)(
+        "--devices", request.devices, "DEVICES", "auto (default), cpu[:N], RECORD.json[,...], or CARD[xN][+CARD...]"
+    )
     made.add_argument("--benchmark", action="store_true", help="time this machine instead of assuming its rates")
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planner import benchmark, cpu, nvml, toolchain
+from planner import benchmark, catalogue, cpu, nvml, toolchain
 from planner.join import join
 from planner.request import Usage
 from schemas.form import Json
@@ -38,6 +38,10 @@ def record(
     """
     if isinstance(devices, list):
         return _carried(devices, timed)
+    if devices != "auto" and not devices.startswith("cpu:"):
+        if timed:
+            raise Usage("--benchmark times this machine, and cards of the catalogue are not in it")
+        return seal(catalogue.record_body(devices))
     return seal(fleet(devices, timed=timed, environ=environ, cards=cards, timing=timing))
 
 

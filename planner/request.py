@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from planner import cards
 from schemas.form import Json
 
 DTYPES = ("auto", "bf16", "fp16", "fp32")
@@ -131,9 +132,9 @@ def settings(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 def devices(text: str) -> Json:
-    """What ``--devices`` names: "auto", "cpu:N", or the list of paths of records.
+    """What ``--devices`` names: "auto", "cpu:N", the list of paths of records, or cards of the catalogue.
 
-    A name that is none of these is refused: the catalogue of cards is not known to this version.
+    Cards come back as their one text, ``rtx-3090x4+gtx-1650``, whatever they were called.
     """
     if text == "auto":
         return text
@@ -143,12 +144,24 @@ def devices(text: str) -> Json:
         return f"cpu:{whole(text[4:], 1, MOST_RANKS, 'the N of --devices cpu:N')}"
     parts = _parts(text, "--devices")
     strange = [part for part in parts if not part.endswith(".json")]
-    if strange:
+    if not strange:
+        return parts
+    if len(parts) > 1:
         raise Usage(
-            f"--devices has {_shown(strange[0])}: known forms are auto, cpu, cpu:N and RECORD.json[,RECORD.json...];"
-            " names of cards are not known yet (carry a record: dormouse-plan probe > RECORD.json on that machine)"
+            f"--devices has {_shown(strange[0])} in a list: commas join records (RECORD.json), cards join with +"
         )
-    return parts
+    return _cards(text)
+
+
+def _cards(text: str) -> str:
+    try:
+        asked = cards.fleet(text)
+    except cards.UnknownCard as error:
+        raise Usage(f"--devices: {error} (or auto, cpu, cpu:N, RECORD.json[,RECORD.json...])") from None
+    count = sum(number for _, number in asked)
+    if count > MOST_RANKS:
+        raise Usage(f"--devices asks for {count} cards; the most is {MOST_RANKS}")
+    return cards.spec(asked)
 
 
 def sources(text: str) -> Json:
@@ -178,7 +191,8 @@ def compose(
     Args:
         asked: each option's parsed value by its name.
         data: rows of name, weight, length in bytes and sha256.
-        source: "auto", "cpu:N" or, where records were given, "record:" and the beginnings of their digests, not a path.
+        source: "auto", "cpu:N", cards of the catalogue or, where records were given, "record:" and the beginnings of
+            their digests, not a path.
         calibration: what the measured plans teach, as rows (see planner.calibration).
     """
     return {
