@@ -24,6 +24,7 @@ BUCKET_BYTES = 64 * 1024  # several buckets even in so small a model
 LOSS_BOUND = 1e-3
 ONE_STEP_BOUND = 1e-6
 GRADIENT_BOUND = 2e-5
+SHAPES = {"unequal": ((4, 32), (2, 32)), "lengths": ((2, 48), (3, 16))}  # (sequences, length) of each rank
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +34,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def fleet_plan(folder: Path, kind: str) -> dict[str, Any]:
-    """Two ranks: "equal", 3 and 3 sequences; "unchecked", that without fingerprints; "unequal", 4 and 2 without
-    clipping; "unlike", 3 and 3 with bf16 Newton-Schulz."""
+    """Two ranks: "equal", 3 and 3 sequences; "unchecked", that without fingerprints; "unequal", 4 and 2, and
+    "lengths", 2 of 48 and 3 of 16, both without clipping; "unlike", 3 and 3 with bf16 Newton-Schulz."""
     data = plans.corpus(folder)
-    settings: dict[str, Any] = {
-        "unlike": {"ns_dtype": "bf16"}, "unequal": {"clip": 0}, "unchecked": {"fingerprint_every": 0},
-    }.get(kind, {})  # fmt: skip
-    asked = {"capacity": [[4, None], [2, None]]} if kind == "unequal" else {}
-    made = plans.plan(data, 2, settings, steps=STEPS, batch=None if asked else 3, **asked)
+    settings: dict[str, Any] = {"unlike": {"ns_dtype": "bf16"}, "unchecked": {"fingerprint_every": 0}}.get(kind, {})
+    sizes: dict[str, Any] = {"batch": 3}
+    if kind in SHAPES:
+        sizes = {"batch": None, "seq": None, "capacity": [list(shape) for shape in SHAPES[kind]]}
+        settings = {"clip": 0}
+    made = plans.plan(data, 2, settings, steps=STEPS, **sizes)
     return plans.with_values(made, {"/exchange/bucket_bytes": BUCKET_BYTES})
 
 
@@ -83,24 +85,26 @@ def identity_gate(results: Any) -> None:
     assert len(set(results[0]["fingerprints"])) == STEPS
 
 
-def gradient_gate(results: Any, folder: Path) -> float:
-    """The first reduced gradient against (4 g0 + 2 g1) / 6, computed by hand from the windows of each rank."""
-    expected = _by_hand(fleet_plan(folder, "unequal"), plans.corpus(folder))
+def gradient_gate(results: Any, folder: Path, kind: str = "unequal") -> float:
+    """The first reduced gradient against sum(t_r g_r) / sum(t_r), that is (4 g0 + 2 g1) / 6 of kind "unequal",
+    accumulated by hand from the windows of each rank in one process."""
+    expected = _by_hand(fleet_plan(folder, kind), plans.corpus(folder), SHAPES[kind])
     worst = max(_relative(result["gradients"][name], right) for result in results for name, right in expected.items())
     assert worst <= GRADIENT_BOUND
     return worst
 
 
-def _by_hand(plan: dict[str, Any], data: Path) -> dict[str, Any]:
+def _by_hand(plan: dict[str, Any], data: Path, shapes: tuple[tuple[int, int], ...]) -> dict[str, Any]:
     total: dict[str, Any] = {}
-    for rank, weight in ((0, 4 / 6), (1, 2 / 6)):
+    offset, tokens = 0, sum(batch * length for batch, length in shapes)
+    for rank, (batch, length) in enumerate(shapes):
         _, model = build.model(work_slice(plan), dict(rank_slice(plan, rank).kernels))
-        part = data_slice(plan, rank)
-        reader = build.reader([open_corpus(data)], part)
-        model(*reader.batch(0, 6, (0, 4)[rank], (4, 2)[rank], 32)).backward()
+        reader = build.reader([open_corpus(data)], data_slice(plan, rank))
+        model(*reader.batch(0, sum(b for b, _ in shapes), offset, batch, length)).backward()
+        offset += batch
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            total[name] = total.get(name, 0.0) + weight * parameter.grad.double().numpy()
+            total[name] = total.get(name, 0.0) + batch * length / tokens * parameter.grad.double().numpy()
     return total
 
 
@@ -120,6 +124,10 @@ def test_two_ranks_have_the_weights_of_one_process_after_a_step(folder: Path) ->
 
 def test_unequal_batches_give_the_gradient_of_the_mean_over_all_tokens(folder: Path) -> None:
     gradient_gate(together(folder, "unequal"), folder)
+
+
+def test_unequal_lengths_give_the_gradient_of_the_mean_over_all_tokens(folder: Path) -> None:
+    gradient_gate(together(folder, "lengths"), folder, "lengths")
 
 
 def test_both_ranks_hold_the_same_weights_after_every_step(folder: Path) -> None:
