@@ -185,15 +185,21 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             f"batch {entry['batch']['chosen']} x {entry['seq']['chosen']} on rank {_members(entry)}, "
             f"{_card(plan, device_pointer(plan, entry))}",
             f"peak {peak / _GIB:.3f} GiB over {limit['value'] / _GIB:.3f} GiB ({limit['why']}); GiB: {parts}",
-            f"mechanisms engaged: {', '.join(engaged) or 'none'}; what is left does not go below the limit",
-            _smaller(facts, entry, engaged),
+            f"with {', '.join(engaged)} engaged, what is left is still over the limit"
+            if engaged
+            else "no memory mechanism is engaged, and a run would end out of memory",
+            _smaller(plan, facts, entry),
         )
 
 
-def _smaller(facts: Facts, entry: Facts, engaged: list[str]) -> str:
+def _smaller(plan: Facts, facts: Facts, entry: Facts) -> str:
+    """The flags that would make less of it: a budget where none engages mechanisms yet, a smaller batch or length."""
     ways = []
+    device = resolve(plan, device_pointer(plan, entry))
     if facts["request"]["fit"] in (None, "off") and facts["account"]["mechanisms"]:
-        ways.append("--fit auto, which engages memory mechanisms")
+        known = device["memory_free"]["value"] is not None
+        budget = "auto" if known else f"{device['memory_total']['value'] / 1e9:.4g}"
+        ways.append(f"--fit {budget}, which engages memory mechanisms")
     if entry["batch"]["chosen"] > 1:
         ways.append(f"--batch {max(1, entry['batch']['chosen'] // 2)}")
     ways.append(f"--seq {max(2, entry['seq']['chosen'] // 2)}")

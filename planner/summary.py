@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.page import Page
-from planner.show import binds, ids
+from planner.show import ids
 from planner.words import choice, clean, ranks, told
 from schemas.document import is_decision, walk
 
@@ -23,8 +23,9 @@ def summarise(plan: Plan, page: Page) -> None:
         "bold",
     )
     for rank in plan["ranks"]:
-        page.line(f"  rank {ranks(rank['members'])}: {_rank(rank)}")
-    page.line(f"  step: {told(step['seconds'])}, {told(step['tokens_per_second'])}; {told(step['verdict'])}")
+        page.line(f"  rank {ranks(rank['members'])}: {_rank(plan, rank)}")
+    page.line(f"  step: {told(step['seconds'])}, {told(step['tokens_per_second'])}; {told(step['regime'])}")
+    page.line(f"  {told(step['verdict'])}")
     for line in fit_lines(plan):
         page.line(f"  {line}")
     for pointer, item in walk(plan):
@@ -37,11 +38,13 @@ def summarise(plan: Plan, page: Page) -> None:
     )
 
 
-def _rank(rank: Mapping[str, Any]) -> str:
-    threads = f", {told(rank['threads'])} threads" if "threads" in rank else ""
-    bound = binds(rank)
-    most = f"; mostly {bound}" if bound else ""
-    return f"{ids(rank['devices'])}, {told(rank['dtype'])}, {told(rank['batch'])} x {told(rank['seq'])}{threads}{most}"
+def _rank(plan: Plan, rank: Mapping[str, Any]) -> str:
+    count = rank["threads"]["chosen"] if "threads" in rank else 0
+    threads = f", {count} thread{'s' * (count != 1)}" if count else ""
+    devices = plan["fleet"]["devices"].values()
+    name = next(item["name"] for item in devices if rank["devices"][0] in item["ids"])
+    where = f"{told(name)} ({ids(rank['devices'])})"
+    return f"{where}, {told(rank['dtype'])}, {told(rank['batch'])} x {told(rank['seq'])}{threads}"
 
 
 def fit_lines(plan: Plan) -> list[str]:
