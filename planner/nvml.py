@@ -1,4 +1,4 @@
-"""What the NVIDIA cards of this machine are, by NVML: metadata only, no context is made on any card.
+"""Which NVIDIA cards this machine has, by NVML: metadata only, no context is made on any card.
 
 The module ``pynvml`` (or one like it) is passed in, so that recorded answers can stand for cards that are not here.
 """
@@ -6,26 +6,58 @@ The module ``pynvml`` (or one like it) is passed in, so that recorded answers ca
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from planner import device, links, mps, visible
+from planner.ask import Ask, text
 from planner.request import Usage
-from schemas.document import reading, unknown
+from schemas.document import unknown
 from schemas.form import Json
 
-_HIDDEN = ("-1", "NoDevFiles")
-_COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
+_NO_PERMISSION, _LOST, _MISMATCH = 4, 15, 18
+_REMEDIES = {
+    _NO_PERMISSION: "this user may not ask the driver: join the group that owns /dev/nvidia*, or give the container"
+    " its cards",
+    _LOST: "a card fell off the bus: reset it (nvidia-smi --gpu-reset) or reboot",
+    _MISMATCH: "the driver's library is newer or older than the driver loaded: reboot, or reload the driver",
+}
+
+_UNKNOWN = "a card does not answer"
 
 
 @dataclass(frozen=True)
 class Cards:
-    """The visible cards by id in visible order, the driver's reading, and why there are none where there are none."""
+    """The visible cards by id in visible order, and what was learned on the way.
+
+    ``links`` joins them to each other and to cards that are not visible, ``driver`` is its reading, ``absent`` says why
+    there are no cards where there are none, ``missing`` that NVML itself was not there to be asked, and ``notes`` what
+    a person should hear.
+    """
 
     devices: dict[str, dict[str, Json]] = field(default_factory=dict)
     driver: dict[str, Json] | None = None
     absent: str | None = None
+    links: dict[str, Json] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One card of the machine: id, NVML's handle (None: lost), bus id, and a handle for each of ``seen.slices``."""
+
+    seen: visible.Card
+    handle: Any
+    bus: str
+    slices: tuple[Any, ...] = ()
+    lost: str | None = None
+
+    @property
+    def joins(self) -> bool:
+        """Whether links of it can be asked for: it answers, and is not divided."""
+        return self.lost is None and not self.seen.divided
 
 
 def module() -> Any | None:
@@ -36,129 +68,107 @@ def module() -> Any | None:
         return None
 
 
-def read(nvml: Any | None, visible: str | None, node: str) -> Cards:
-    """The cards that ``visible`` (the value of CUDA_VISIBLE_DEVICES, or None) leaves, as device entries of ``node``.
+def read(nvml: Any | None, environ: Mapping[str, str], node: str, aside: str = "") -> Cards:
+    """The cards and slices that ``environ`` leaves visible, as device entries of ``node``.
 
-    Indices count in the order of the PCI bus, which the executor sets for CUDA too.
+    Args:
+        environ: where CUDA_VISIBLE_DEVICES and MPS's limits are read. Indices count in the order of the PCI bus, which
+            the executor sets for CUDA too.
+        aside: follows NVML's reason of what it will not tell (a platform's limits).
 
     Raises:
-        Usage: ``visible`` names a card that is not there, one twice, or a form not known.
+        Usage: CUDA_VISIBLE_DEVICES cannot be honoured (see `planner.visible.select`), or the driver is broken.
     """
     if nvml is None:
-        return Cards(absent="nvidia-ml-py is not installed")
+        return Cards(absent="nvidia-ml-py is not installed", missing=True)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return Cards(driver=unknown("", f"NVML: {error}"), absent=f"NVML: {error}")
+        return _unasked(error)
     try:
-        driver = _ask(nvml, "", "NVML", lambda: _text(nvml.nvmlSystemGetDriverVersion()))
-        cards = sorted(_handles(nvml), key=lambda card: card[0])
-        chosen = select([uuid for _, uuid, _ in cards], visible)
-        devices = {cards[place][1]: _entry(nvml, cards[place], node) for place in chosen}
-        absent = None if devices else "no card" if not cards else f"CUDA_VISIBLE_DEVICES={visible} hides every card"
-        return Cards(devices, driver, absent)
+        ask = Ask(nvml, aside)
+        driver = ask("", "NVML", lambda: text(nvml.nvmlSystemGetDriverVersion()))
+        found = _machine(ask)
+        chosen = visible.select([one.seen for one in found], environ)
+        handles = [_handle(found[place], place, part) for place, part in chosen.places]
+        limits = mps.read(environ)
+        devices = {handle.uuid: device.entry(ask, handle, node, limits) for handle in handles}
+        whole = {place for place, part in chosen.places if part is None and not found[place].seen.divided}
+        ends = [_end(found[place]) for place, _ in chosen.places if place in whole]
+        others = [_end(one) for place, one in enumerate(found) if place not in whole and one.joins]
+        joined = links.read(ask, ends, others, environ)
+        absent = None if devices else "no card" if not found else "CUDA_VISIBLE_DEVICES hides every card"
+        return Cards(devices, driver, absent, joined, chosen.notes)
     finally:
         nvml.nvmlShutdown()
 
 
-def _handles(nvml: Any) -> list[tuple[tuple[str, int], str, Any]]:
-    """(sort key by PCI bus, id, handle) of each card. A card without a readable UUID is known by its NVML index."""
-    found = []
-    for index in range(nvml.nvmlDeviceGetCount()):
+def _unasked(error: Any) -> Cards:
+    """Why NVML would not start: no driver is a machine without cards, all else is a fault to be told."""
+    code = getattr(error, "value", None)
+    if code in _REMEDIES:
+        raise Usage(f"NVML: {error}: {_REMEDIES[code]}; to plan for the CPU: --devices cpu")
+    why = f"NVML: {error}"
+    return Cards(driver=unknown("", why), absent=why, missing=True)
+
+
+def _machine(ask: Ask) -> list[_Found]:
+    """Every card in the order of the PCI bus. NVML counts so too: where a bus id is not told, its order is kept.
+
+    Cards that this user may not touch are none of CUDA's either. A card without a readable UUID is known by its place.
+    """
+    count, reason = ask.get("nvmlDeviceGetCount")
+    if reason is not None:
+        raise Usage(f"{reason}: the cards cannot be counted; to plan for the CPU: --devices cpu")
+    found = [one for one in (_card(ask, index) for index in range(count)) if one is not None]
+    ordered = sorted(found, key=lambda one: one.bus) if all(one.bus for one in found) else found
+    return [
+        one if one.seen.uuid else replace(one, seen=replace(one.seen, uuid=f"cuda-{place}"))
+        for place, one in enumerate(ordered)
+    ]
+
+
+def _card(ask: Ask, index: int) -> _Found | None:
+    """The card of NVML's ``index``, with an empty id where it tells none; None where this user may not touch it."""
+    nvml = ask.nvml
+    try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        try:
-            bus = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()
-        except nvml.NVMLError:
-            bus = ""
-        try:
-            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-        except nvml.NVMLError:
-            uuid = f"cuda-{index}"
-        found.append(((bus, index), uuid, handle))
+    except nvml.NVMLError as error:
+        if error.value == _NO_PERMISSION:
+            return None
+        return _Found(visible.Card(""), None, "", lost=f"NVML: {error}: {_REMEDIES.get(error.value, _UNKNOWN)}")
+    bus, _ = ask.plain(lambda: text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower())
+    uuid, _ = ask.plain(lambda: text(nvml.nvmlDeviceGetUUID(handle)))
+    mode, _ = ask.plain(lambda: nvml.nvmlDeviceGetMigMode(handle)[0])
+    slices = _slices(ask, handle) if mode else []
+    seen = visible.Card(uuid or "", bool(mode), tuple(part for part, _ in slices))
+    return _Found(seen, handle, bus or "", tuple(own for _, own in slices))
+
+
+def _slices(ask: Ask, parent: Any) -> list[tuple[visible.Slice, Any]]:
+    """(slice, its handle) of each MIG device of ``parent``; NVML leaves gaps among their numbers."""
+    found = []
+    most, _ = ask.get("nvmlDeviceGetMaxMigDeviceCount", parent)
+    for number in range(most or 0):
+        own, reason = ask.get("nvmlDeviceGetMigDeviceHandleByIndex", parent, number)
+        if reason is not None:
+            continue
+        uuid, reason = ask.get("nvmlDeviceGetUUID", own)
+        if uuid is None:
+            raise Usage(f"{reason}: a MIG slice does not tell its UUID, by which alone CUDA can be given it")
+        gpu, _ = ask.get("nvmlDeviceGetGpuInstanceId", own)
+        compute, _ = ask.get("nvmlDeviceGetComputeInstanceId", own)
+        found.append((visible.Slice(text(uuid), (gpu, compute)), own))
     return found
 
 
-def select(uuids: list[str], visible: str | None) -> list[int]:
-    """Places in ``uuids`` that ``visible`` leaves, in its order. None leaves all; "", "-1" and what follows -1 none.
-
-    Raises:
-        Usage: an entry names no card, several, one already named, or a MIG slice.
-    """
-    if visible is None:
-        return list(range(len(uuids)))
-    chosen: list[int] = []
-    for entry in [part.strip() for part in visible.split(",")] if visible.strip() else []:
-        if entry in _HIDDEN:
-            break
-        place = _place(uuids, entry, visible)
-        if place in chosen:
-            raise Usage(f"CUDA_VISIBLE_DEVICES={visible} names the card {uuids[place]} twice")
-        chosen.append(place)
-    return chosen
+def _end(one: _Found) -> links.End:
+    return links.End(one.seen.uuid, one.handle, one.bus)
 
 
-def _place(uuids: list[str], entry: str, visible: str) -> int:
-    shown = f"CUDA_VISIBLE_DEVICES={visible}"
-    if re.fullmatch(r"[0-9]+", entry, re.ASCII):
-        if int(entry) >= len(uuids):
-            raise Usage(f"{shown} names card {entry}; this machine has {len(uuids)}, counted from 0")
-        return int(entry)
-    if entry.startswith("MIG-"):
-        raise Usage(f"{shown} names a MIG slice; whole cards are known yet, by index or UUID")
-    if not entry.startswith("GPU-"):
-        raise Usage(f"{shown}: {entry!r} is neither an index nor the beginning of a UUID (GPU-...)")
-    places = [place for place, uuid in enumerate(uuids) if uuid.startswith(entry)]
-    if len(places) != 1:
-        raise Usage(f"{shown}: {len(places)} of this machine's {len(uuids)} cards have a UUID that begins with {entry}")
-    return places[0]
-
-
-def _entry(nvml: Any, card: tuple[tuple[str, int], str, Any], node: str) -> dict[str, Json]:
-    _, uuid, handle = card
-    now, idle = "at the time of probing", "at the time of probing; an idle card lowers it"
-
-    def ask(unit: str, why: str, call: Callable[[], Any]) -> dict[str, Json]:
-        return _ask(nvml, unit, why, call)
-
-    return {
-        "ids": [uuid],
-        "node": node,
-        "kind": "cuda",
-        "name": ask("", "NVML", lambda: _text(nvml.nvmlDeviceGetName(handle))),
-        "uuid": ask("", "NVML", lambda: _text(nvml.nvmlDeviceGetUUID(handle))),
-        "sm": ask("", "compute capability", lambda: "{}.{}".format(*nvml.nvmlDeviceGetCudaComputeCapability(handle))),
-        "memory_total": ask("B", "NVML", lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
-        "memory_free": _ask(nvml, "B", now, lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).free), zero=True),
-        "pcie_generation_max": ask(
-            "", "card and slot together", lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-        ),
-        "pcie_width_max": ask("", "card and slot together", lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
-        "pcie_generation_current": ask("", idle, lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
-        "pcie_width_current": ask("", now, lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
-        "mig": ask("", "NVML", lambda: "on" if nvml.nvmlDeviceGetMigMode(handle)[0] else "off"),
-        "compute_mode": ask("", "NVML", lambda: _mode(nvml.nvmlDeviceGetComputeMode(handle))),
-    }
-
-
-def _mode(number: int) -> str:
-    return _COMPUTE_MODES.get(number, f"mode {number}")
-
-
-def _ask(nvml: Any, unit: str, why: str, call: Callable[[], Any], *, zero: bool = False) -> dict[str, Json]:
-    """The answer as a probed reading, or an unknown with NVML's reason.
-
-    0 and "" are no answers unless ``zero``: NVML gives them for a link or a name that it cannot see.
-    """
-    try:
-        value = call()
-    except nvml.NVMLError as error:
-        return unknown(unit, f"NVML: {error}")
-    except AttributeError as error:  # an older nvidia-ml-py lacks the function
-        return unknown(unit, f"nvidia-ml-py: {error}")
-    if value in ("", "[N/A]", "N/A") or (value == 0 and not zero):
-        return unknown(unit, f"NVML answered {value!r}, which is no value")
-    return reading(value, unit, "probed", why)
-
-
-def _text(answer: Any) -> str:
-    return answer.decode("utf-8", "replace") if isinstance(answer, bytes) else str(answer)
+def _handle(one: _Found, place: int, part: int | None) -> device.Handle:
+    if one.lost:
+        raise Usage(f"{one.lost} (card {place}); or name the others in CUDA_VISIBLE_DEVICES")
+    if part is None:
+        return device.Handle(one.seen.uuid, place, one.handle, one.handle, one.seen.divided)
+    return device.Handle(one.seen.slices[part].uuid, place, one.handle, one.slices[part], True)

@@ -6,31 +6,41 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planner import benchmark, catalogue, cpu, nvml, toolchain
+from planner import benchmark, catalogue, links, machine
 from planner.join import join
+from planner.likeness import grouped
 from planner.request import Usage
 from schemas.form import Json
 from schemas.seal import seal
 from schemas.store import load
 
+Say = Callable[[str], None]
 Timing = Callable[[int, int], Json]
+
+
+def silent(_: str) -> None:
+    """Nobody listens."""
 
 
 def record(
     devices: Json,
     *,
     timed: bool = False,
+    beyond: bool = False,
     environ: Mapping[str, str] | None = None,
     cards: Any = None,
     timing: Timing = benchmark.measure,
+    say: Say = silent,
 ) -> dict[str, Json]:
     """The sealed record of what ``devices`` (as `planner.request.devices` gives it) names.
 
     Args:
         timed: whether to time the machine.
+        beyond: whether links to cards that are not visible are kept, for a record that another is to be joined with.
         environ: where CUDA_VISIBLE_DEVICES is read (default: the process's own).
         cards: a module like pynvml to ask about cards (default: pynvml itself).
         timing: what times ``ranks`` CPU ranks on ``cores`` cores.
+        say: is told what a person should hear of how the machine was read.
 
     Raises:
         Usage: a record and timing together, records that do not join, or cards that cannot be told.
@@ -42,7 +52,8 @@ def record(
         if timed:
             raise Usage("--benchmark times this machine, and cards of the catalogue are not in it")
         return seal(catalogue.record_body(devices))
-    return seal(fleet(devices, timed=timed, environ=environ, cards=cards, timing=timing))
+    how = {"timed": timed, "beyond": beyond, "environ": environ, "cards": cards}
+    return seal(fleet(devices, **how, timing=timing, say=say))
 
 
 def _carried(paths: list[str], timed: bool) -> dict[str, Json]:
@@ -51,38 +62,45 @@ def _carried(paths: list[str], timed: bool) -> dict[str, Json]:
             "--benchmark times this machine; a record holds what was timed where it was made (probe --benchmark)"
         )
     records = [load(path, "dormouse.record") for path in paths]
-    return records[0] if len(records) == 1 else seal(join(records))
+    return seal(join(records)) if len(records) > 1 else _alone(records[0])
+
+
+def _alone(record: dict[str, Json]) -> dict[str, Json]:
+    """``record`` without links to cards that it does not hold, which only a join can use."""
+    known = record.get("links", {})
+    kept = links.between([known], [identity for item in record["devices"].values() for identity in item["ids"]])
+    if kept == known:
+        return record
+    body = {key: item for key, item in record.items() if key != "links"}
+    _put_links(body, kept)
+    return seal(body)
 
 
 def fleet(
     devices: str,
     *,
     timed: bool = False,
+    beyond: bool = False,
     environ: Mapping[str, str] | None = None,
     cards: Any = None,
     timing: Timing = benchmark.measure,
+    say: Say = silent,
 ) -> dict[str, Json]:
     """The unsealed body of this machine's record, for "auto" or "cpu:N"; see `record`."""
-    node = cpu.node_id()
-    found = nvml.Cards(absent="not asked: a CPU was named")
-    if devices == "auto":
-        visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-        found = nvml.read(nvml.module() if cards is None else cards, visible, node)
-    body: dict[str, Json] = {
-        "format": "dormouse.record",
-        "format_version": 1,
-        "toolchain": toolchain.read(found.driver),
-        "nodes": {node: cpu.node()},
-        "devices": found.devices or _processors(1 if devices == "auto" else int(devices.removeprefix("cpu:")), node),
-    }
+    body = machine.body(devices, os.environ if environ is None else environ, cards, say)
+    (node,), known = body["nodes"], body.pop("links", {})
+    _put_links(body, links.between([known], list(body["devices"])))
     if timed:
         _time(body, node, timing)
+    if beyond:
+        _put_links(body, links.between([body.get("links", {}), known], None))
+    body["nodes"], body["devices"] = grouped(body["nodes"], body["devices"])
     return body
 
 
-def _processors(ranks: int, node: str) -> dict[str, Json]:
-    ids = [f"cpu-{rank}" for rank in range(ranks)]
-    return {ids[0]: cpu.device(ids, node)}
+def _put_links(body: dict[str, Json], found: Mapping[str, Json]) -> None:
+    if found:
+        body["links"] = dict(found)
 
 
 def _time(body: dict[str, Json], node: str, timing: Timing) -> None:

@@ -8,6 +8,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+from planner import arches
 from schemas.document import reading, unknown
 from schemas.form import Json
 
@@ -16,7 +17,7 @@ _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
 def read(driver: dict[str, Json] | None = None) -> dict[str, Json]:
-    """Readings of python, torch, triton, fla-core, flash-linear-attention, bitsandbytes, cuda, nccl and driver.
+    """Readings of python, torch, arch_list, triton, fla-core, flash-linear-attention, bitsandbytes, cuda, nccl, driver.
 
     Args:
         driver: the reading that NVML gave, where there is one.
@@ -28,21 +29,33 @@ def read(driver: dict[str, Json] | None = None) -> dict[str, Json]:
     }
     found |= {name: _distribution(name) for name in DISTRIBUTIONS}
     found["cuda"] = _cuda(torch)
+    found["arch_list"] = arches.read(torch_folder(), (torch or {}).get("cuda"))
     found["nccl"] = _nccl(torch)
     found["driver"] = driver or unknown("", "no NVIDIA driver was asked")
     return found
 
 
-def torch_constants() -> dict[str, str | None] | None:
-    """The constants of torch/version.py (``__version__``, ``cuda``, ...), read as text; None without torch."""
+def for_cuda() -> bool:
+    """Whether the installed torch is built for CUDA."""
+    return bool((torch_constants() or {}).get("cuda"))
+
+
+def torch_folder() -> Path | None:
+    """Where torch is installed; None where it is not."""
     try:
         spec = importlib.util.find_spec("torch")
     except ValueError:  # a half-imported torch
         return None
-    if spec is None or spec.origin is None:
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def torch_constants() -> dict[str, str | None] | None:
+    """The constants of torch/version.py (``__version__``, ``cuda``, ...), read as text; None without torch."""
+    folder = torch_folder()
+    if folder is None:
         return None
     try:
-        tree = ast.parse(Path(spec.origin).with_name("version.py").read_text("utf-8"))
+        tree = ast.parse((folder / "version.py").read_text("utf-8"))
     except (OSError, SyntaxError):
         return {}
     found: dict[str, str | None] = {}
