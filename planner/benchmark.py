@@ -90,14 +90,14 @@ def _readings(samples: Json, setting: str) -> Json:
         ("launch_seconds", "s", f"one operator of a chain of {CHAIN} on 16 numbers, forward and backward"),
     ):
         if samples[key]:
-            device[key] = _timed(samples[key], unit, f"{what}; {setting}; median of {len(samples[key])}")
+            device[key] = timed(samples[key], unit, f"{what}; {setting}; median of {len(samples[key])}")
     curve = samples["loopback"]
-    fits = {name: line([(size, pick(times)) for size, times in curve]) for name, pick in _PICKS.items()}
+    fits = {name: line([(size, pick(times)) for size, times in curve]) for name, pick in PICKS.items()}
     why = f"all-reduce of 2 gloo ranks, seconds = latency + bytes / rate over {len(curve)} sizes"
-    latencies, rates = ([fits[name][part] for name in _PICKS] for part in (0, 1))
+    latencies, rates = ([fits[name][part] for name in PICKS] for part in (0, 1))
     node = {
-        "loopback_latency": _timed(latencies, "s", why),
-        "loopback_rate": _timed(rates, "B/s", why),
+        "loopback_latency": timed(latencies, "s", why),
+        "loopback_rate": timed(rates, "B/s", why),
         "loopback_curve": reading(
             [[size, six(median(times))] for size, times in curve],
             "B, s",
@@ -116,10 +116,11 @@ def _high(values: list[float]) -> float:
     return quantiles(values, n=10, method="inclusive")[-1]
 
 
-_PICKS: dict[str, Callable[[list[float]], float]] = {"low": _low, "middle": median, "high": _high}
+PICKS: dict[str, Callable[[list[float]], float]] = {"low": _low, "middle": median, "high": _high}
 
 
-def _timed(values: list[float], unit: str, why: str) -> dict[str, Json]:
+def timed(values: list[float], unit: str, why: str) -> dict[str, Json]:
+    """The median of ``values``, with their first and last tenth."""
     return reading(median(values), unit, "benchmarked", why, low=_low(values), high=_high(values))
 
 
