@@ -282,3 +282,21 @@ def test_an_unknown_fault_of_a_library_is_an_answer_and_the_helper_serves_on() -
     lines = [json.loads(line) for line in answers.getvalue().splitlines()]
     assert len(lines) == 3
     assert all("error" in line["pairs"][0] for line in lines[1:])
+
+
+@pytest.mark.gpu
+def test_real_cards_are_timed_whole_and_within_their_data_sheets() -> None:
+    record = probe.record("auto", timed=True)
+    loads(render(record), "dormouse.record", "record")
+    (node,) = record["nodes"].values()
+    ids = [card for device in record["devices"].values() for card in device["ids"]]
+    for device in record["devices"].values():
+        for key in QUANTITIES:
+            assert device[key]["basis"] == "benchmarked", device[key]["why"]
+        for rate, peak in (("rate_fp32", "peak_fp32"), ("rate_bf16", "peak_bf16"), ("bandwidth", "peak_bandwidth")):
+            sheet = device.get(peak, {}).get("value")
+            assert sheet is None or 0.3 * sheet < device[rate]["value"] < 1.05 * sheet, (rate, device[rate])
+    if len(ids) > 1:
+        assert node["allreduce_rate"]["basis"] == "benchmarked", node["allreduce_rate"]["why"]
+        assert len(node["allreduce_curve"]["value"]) >= 3
+        assert all(link["copy_rate"]["basis"] == "benchmarked" for link in record["links"].values())
