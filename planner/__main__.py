@@ -83,7 +83,7 @@ def _plan(asked: Namespace) -> int:
     from schemas.form import render
 
     settings = request.settings(asked.set or ())
-    record = probe.record(asked.devices or "auto", timed=asked.benchmark)
+    record = probe.record(asked.devices or "auto", timed=asked.benchmark, say=_note)
     wanted = request.compose(
         vars(asked), data.describe(asked.data), _source(asked.devices, record), _calibration(asked.calibrate)
     )
@@ -128,7 +128,7 @@ def _probe(asked: Namespace) -> int:
     from planner import probe
     from schemas.form import render
 
-    _print(render(probe.record(asked.devices or "auto", timed=asked.benchmark)))
+    _print(render(probe.record(asked.devices or "auto", timed=asked.benchmark, beyond=True, say=_note)))
     return DONE
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from planner.likeness import Devices, Nodes, grouped, in_order
+from planner.links import between
 from planner.request import Usage
 from schemas.form import Json
 
@@ -13,9 +15,10 @@ _Reading = dict[str, Json]
 def join(records: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """The unsealed body of the joined record.
 
-    CPU ranks are numbered anew, in the order of the records, since each record counts its own from 0; alike ones share
-    an entry. Cards keep their UUIDs. A node seen by several ranks has the most cores and memory that one of them saw,
-    and the least free memory.
+    Devices stand in the order of the records, and ranks follow it. CPU ranks are numbered anew, since each record counts
+    its own from 0; cards keep their UUIDs. A node seen by several ranks has the most cores and memory that one of them
+    saw, and the least free memory; what was timed of it is the first record's that timed it. Links are kept where both
+    ends are in the joined fleet, also those that a record knew to cards it did not see.
 
     Raises:
         Usage: a record or a card given twice, or toolchains that differ.
@@ -23,49 +26,69 @@ def join(records: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     seals = [record["seal"]["digest"] for record in records]
     if len(set(seals)) != len(seals):
         raise Usage("--devices names one record twice; for N alike CPU ranks probe with --devices cpu:N")
-    nodes: dict[str, Json] = {}
+    alone: Nodes = {}
     for record in records:
-        for name, node in record["nodes"].items():
-            nodes[name] = _merged(nodes[name], node) if name in nodes else dict(node)
-    return {
+        for name, node in _nodes(record):
+            alone[name] = _merged(alone[name], node) if name in alone else node
+    devices = _devices(records)
+    links = between([record.get("links", {}) for record in records], devices.keys())
+    nodes, entries = grouped(alone, devices)
+    body: dict[str, Json] = {
         "format": "dormouse.record",
         "format_version": 1,
         "toolchain": _toolchain(records),
         "nodes": nodes,
-        "devices": _devices(records),
+        "devices": entries,
     }
+    return body | ({"links": links} if links else {})
 
 
-def _devices(records: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-    entries: list[dict[str, Json]] = []
+def _nodes(record: Mapping[str, Json]) -> Iterator[tuple[str, dict[str, Json]]]:
+    """Every node by name, those that share an entry too."""
+    for name, node in record["nodes"].items():
+        for member in node.get("members", [name]):
+            yield member, {key: item for key, item in node.items() if key != "members"}
+
+
+def _devices(records: Sequence[Mapping[str, Json]]) -> Devices:
+    """Every device of the records by id, each with an entry of its own and its place in the joined fleet."""
+    found: Devices = {}
     processors = 0
     for record in records:
-        for device in record["devices"].values():
-            entry = dict(device)
+        owners = dict(_owners(record))
+        for key, identity in in_order(record["devices"]):
+            entry, name = record["devices"][key], identity
             if entry["kind"] == "cpu":
-                entry["ids"] = [f"cpu-{processors + place}" for place in range(len(device["ids"]))]
-                processors += len(entry["ids"])
-                alike = [other for other in entries if _without_ids(other) == _without_ids(entry)]
-                if alike:
-                    alike[0]["ids"] = [*alike[0]["ids"], *entry["ids"]]
-                    continue
-            entries.append(entry)
-    found = {entry["ids"][0]: entry for entry in entries}
-    if len(found) != len(entries):
-        twice = next(entry["ids"][0] for entry in entries if found[entry["ids"][0]] is not entry)
-        raise Usage(f"--devices: the card {twice} is in two of the records")
+                name, processors = f"cpu-{processors}", processors + 1
+            if name in found:
+                raise Usage(
+                    f"--devices: the card {name} is in two of the records: one card is one rank. To probe each rank"
+                    " inside its own limits, let each see a card of its own (CUDA_VISIBLE_DEVICES)"
+                )
+            found[name] = {**entry, "ids": [name], "order": [len(found)], "node": owners[identity]}
     return found
 
 
-def _without_ids(entry: Mapping[str, Json]) -> dict[str, Json]:
-    return {key: value for key, value in entry.items() if key != "ids"}
+def _owners(record: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
+    """(id, node) of every device: an entry on alike nodes has as many ids on each, node after node."""
+    for entry in record["devices"].values():
+        members = record["nodes"][entry["node"]].get("members", [entry["node"]])
+        each = len(entry["ids"]) // len(members)
+        for place, identity in enumerate(entry["ids"]):
+            yield identity, members[place // each]
 
 
 def _merged(first: Mapping[str, Json], second: Mapping[str, Json]) -> dict[str, Json]:
-    pick: dict[str, Callable[[_Reading, _Reading], _Reading]] = {"memory_free": _least}
+    """One node as two of its ranks saw it."""
+    pick: dict[str, Callable[[_Reading, _Reading], _Reading]] = {
+        "cores": _most,
+        "memory_total": _most,
+        "memory_free": _least,
+        "pinned_limit": _least,
+    }
     merged = {**second, **first}
-    for key in first.keys() & second.keys():
-        merged[key] = pick.get(key, _most)(first[key], second[key])
+    for key in first.keys() & second.keys() & pick.keys():
+        merged[key] = pick[key](first[key], second[key])
     return merged
 
 
@@ -85,7 +108,8 @@ def _toolchain(records: Sequence[Mapping[str, Json]]) -> Json:
     """The one toolchain of all records; a plan holds one, so records of unlike ones do not join."""
     first = records[0]["toolchain"]
     for record in records[1:]:
-        for part, item in record["toolchain"].items():
-            if item["value"] != first[part]["value"]:
-                raise Usage(f"--devices: the records differ in {part}: {first[part]['value']} and {item['value']}")
+        for part in sorted(first.keys() | record["toolchain"].keys()):
+            ours, theirs = (chain.get(part, {}).get("value") for chain in (first, record["toolchain"]))
+            if ours != theirs:
+                raise Usage(f"--devices: the records differ in {part}: {ours} and {theirs}")
     return first

@@ -11,7 +11,6 @@ import pytest
 from fake_nvml import FakeNvml, load
 from planner import cpu, nvml, probe, toolchain
 from planner.benchmark import line
-from planner.request import Usage
 from schemas.document import reading
 from schemas.form import render
 from schemas.store import loads, write
@@ -141,43 +140,3 @@ def _save(folder: Path, name: str, record: Any) -> str:
 def test_a_carried_record_is_taken_as_it_is(tmp_path: Path) -> None:
     record = probe.record("cpu:2")
     assert probe.record([_save(tmp_path, "r.json", record)]) == record
-
-
-def test_records_of_one_node_join_to_one_node_and_count_its_cpu_ranks_anew(tmp_path: Path) -> None:
-    first, second = probe.record("cpu:1"), probe.record("cpu:2")
-    joined = probe.record([_save(tmp_path, "a.json", first), _save(tmp_path, "b.json", second)])
-    loads(render(joined), "dormouse.record", "joined")
-    assert len(joined["nodes"]) == 1
-    assert [i for device in joined["devices"].values() for i in device["ids"]] == ["cpu-0", "cpu-1", "cpu-2"]
-    (node,) = joined["nodes"].values()
-    free = [next(iter(record["nodes"].values()))["memory_free"]["value"] for record in (first, second)]
-    assert node["memory_free"]["value"] == min(free)
-
-
-def test_records_of_two_nodes_join_to_a_fleet_of_two(tmp_path: Path) -> None:
-    first = probe.record("cpu:1")
-    second = json.loads(json.dumps(first).replace(next(iter(first["nodes"])), "node-ffffffff"))
-    from schemas.seal import seal
-
-    joined = probe.record([_save(tmp_path, "a.json", first), _save(tmp_path, "b.json", seal(second))])
-    assert len(joined["nodes"]) == 2
-    assert [device["node"] for device in joined["devices"].values()] == [next(iter(first["nodes"])), "node-ffffffff"]
-
-
-def test_a_record_or_card_given_twice_and_unlike_toolchains_are_refused(tmp_path: Path) -> None:
-    from schemas.seal import seal
-
-    record = probe.record("cpu:1")
-    path = _save(tmp_path, "a.json", record)
-    with pytest.raises(Usage, match="one record twice"):
-        probe.record([path, path])
-    other = {**record, "toolchain": {**record["toolchain"], "torch": reading("0.1", "", "probed", "another")}}
-    with pytest.raises(Usage, match="differ in torch"):
-        probe.record([path, _save(tmp_path, "b.json", seal(other))])
-    cards = [FakeNvml(load("two_unlike")) for _ in range(2)]
-    both = probe.record("auto", environ={}, cards=cards[0])
-    one = probe.record("auto", environ={"CUDA_VISIBLE_DEVICES": "0"}, cards=cards[1])
-    with pytest.raises(Usage, match=r"GPU-b007.* is in two of the records"):
-        probe.record([_save(tmp_path, "c.json", both), _save(tmp_path, "d.json", one)])
-    with pytest.raises(Usage, match="--benchmark"):
-        probe.record([path], timed=True)
