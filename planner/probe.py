@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planner import benchmark, catalogue, links, machine
+from planner import benchmark, benchmark_cards, catalogue, links, machine
 from planner.join import join
 from planner.likeness import grouped
 from planner.request import Usage
@@ -16,6 +16,7 @@ from schemas.store import load
 
 Say = Callable[[str], None]
 Timing = Callable[[int, int], Json]
+CardTiming = Callable[[Mapping[str, Json], Mapping[str, Json] | None], Json]
 
 
 def silent(_: str) -> None:
@@ -30,6 +31,7 @@ def record(
     environ: Mapping[str, str] | None = None,
     cards: Any = None,
     timing: Timing = benchmark.measure,
+    card_timing: CardTiming = benchmark_cards.measure,
     say: Say = silent,
 ) -> dict[str, Json]:
     """The sealed record of what ``devices`` (as `planner.request.devices` gives it) names.
@@ -40,6 +42,7 @@ def record(
         environ: where CUDA_VISIBLE_DEVICES is read (default: the process's own).
         cards: a module like pynvml to ask about cards (default: pynvml itself).
         timing: what times ``ranks`` CPU ranks on ``cores`` cores.
+        card_timing: what times the cards of device entries, and the classes of their links.
         say: is told what a person should hear of how the machine was read.
 
     Raises:
@@ -53,7 +56,7 @@ def record(
             raise Usage("--benchmark times this machine, and cards of the catalogue are not in it")
         return seal(catalogue.record_body(devices))
     how = {"timed": timed, "beyond": beyond, "environ": environ, "cards": cards}
-    return seal(fleet(devices, **how, timing=timing, say=say))
+    return seal(fleet(devices, **how, timing=timing, card_timing=card_timing, say=say))
 
 
 def _carried(paths: list[str], timed: bool) -> dict[str, Json]:
@@ -84,6 +87,7 @@ def fleet(
     environ: Mapping[str, str] | None = None,
     cards: Any = None,
     timing: Timing = benchmark.measure,
+    card_timing: CardTiming = benchmark_cards.measure,
     say: Say = silent,
 ) -> dict[str, Json]:
     """The unsealed body of this machine's record, for "auto" or "cpu:N"; see `record`."""
@@ -91,7 +95,7 @@ def fleet(
     (node,), known = body["nodes"], body.pop("links", {})
     _put_links(body, links.between([known], list(body["devices"])))
     if timed:
-        _time(body, node, timing)
+        _time(body, node, timing, card_timing)
     if beyond:
         _put_links(body, links.between([body.get("links", {}), known], None))
     body["nodes"], body["devices"] = grouped(body["nodes"], body["devices"])
@@ -103,12 +107,12 @@ def _put_links(body: dict[str, Json], found: Mapping[str, Json]) -> None:
         body["links"] = dict(found)
 
 
-def _time(body: dict[str, Json], node: str, timing: Timing) -> None:
-    kinds = {device["kind"] for device in body["devices"].values()}
-    if kinds != {"cpu"}:
-        raise Usage("--benchmark times CPUs yet, not cards: plan without it, or with --devices cpu[:N]")
-    (device,) = body["devices"].values()
-    cores = body["nodes"][node]["cores"]["value"] or 1
-    found = timing(len(device["ids"]), cores)
-    device |= found["device"]
+def _time(body: dict[str, Json], node: str, timing: Timing, card_timing: CardTiming) -> None:
+    if all(device["kind"] == "cuda" for device in body["devices"].values()):
+        found = card_timing(body["devices"], body.get("links"))
+        body |= {key: found[key] for key in ("devices", "links") if found[key]}
+    else:
+        (device,) = body["devices"].values()
+        found = timing(len(device["ids"]), body["nodes"][node]["cores"]["value"] or 1)
+        device |= found["device"]
     body["nodes"][node] |= found["node"]
