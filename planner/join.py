@@ -15,10 +15,10 @@ _Reading = dict[str, Json]
 def join(records: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """The unsealed body of the joined record.
 
-    Devices stand in the order of the records, and ranks follow it. CPU ranks are numbered anew, since each record counts
-    its own from 0; cards keep their UUIDs. A node seen by several ranks has the most cores and memory that one of them
-    saw, and the least free memory; what was timed of it is the first record's that timed it. Links are kept where both
-    ends are in the joined fleet, also those that a record knew to cards it did not see.
+    Devices stand in the order of the records, and ranks follow it. CPU ranks are numbered anew, since each record
+    counts its own from 0; cards keep their UUIDs. A node seen by several ranks has the most cores and memory that one
+    of them saw, and the least free memory; what was timed of it is the first record's that timed it. Links are kept
+    where both ends are in the joined fleet, also those that a record knew to cards it did not see.
 
     Raises:
         Usage: a record or a card given twice, or toolchains that differ.

@@ -16,6 +16,7 @@ from planner.request import Usage
 from schemas.document import unknown
 from schemas.form import Json
 
+_NO_DRIVER = (9, 12)  # driver not loaded, library not found: a machine without NVIDIA's driver
 _NO_PERMISSION, _LOST, _MISMATCH = 4, 15, 18
 _REMEDIES = {
     _NO_PERMISSION: "this user may not ask the driver: join the group that owns /dev/nvidia*, or give the container"
@@ -109,7 +110,8 @@ def _unasked(error: Any) -> Cards:
     if code in _REMEDIES:
         raise Usage(f"NVML: {error}: {_REMEDIES[code]}; to plan for the CPU: --devices cpu")
     why = f"NVML: {error}"
-    return Cards(driver=unknown("", why), absent=why, missing=True)
+    notes = () if code in _NO_DRIVER else (f"{why}: no card is read by it",)
+    return Cards(driver=unknown("", why), absent=why, notes=notes, missing=True)
 
 
 def _machine(ask: Ask) -> list[_Found]:

@@ -1,4 +1,4 @@
-"""Which cards and slices are visible: every form of CUDA_VISIBLE_DEVICES, as data, against recorded and made-up cards."""
+"""Which cards and slices are visible: every form of CUDA_VISIBLE_DEVICES, as data, over recorded or made-up cards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_visible_is_what_cuda_shows_in_its_order(row: Any) -> None:
 def test_the_visible_order_is_the_order_of_ranks_whatever_order_a_file_lists_cards_in() -> None:
     from planner.likeness import in_order
 
-    record = probe.record("auto", environ={"CUDA_VISIBLE_DEVICES": "2,1,0"}, cards=FakeNvml(load("three_of_three_kinds")))
+    record = probe.record(
+        "auto", environ={"CUDA_VISIBLE_DEVICES": "2,1,0"}, cards=FakeNvml(load("three_of_three_kinds"))
+    )
     names = [f"GPU-{place:08x}-1111-2222-3333-444455556666" for place in (2, 1, 0)]
     assert [identity for _, identity in in_order(dict(sorted(record["devices"].items())))] == names
     assert record["devices"][names[0]]["ids"] == [names[0], names[2]], "alike cards share an entry"
