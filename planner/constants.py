@@ -45,7 +45,7 @@ CPU_CLOCK_HZ = Assumed(2.5e9, 1.5e9, 5e9, "Hz", "a server or desktop core of the
 LOOPBACK_RATE = Assumed(9e8, 3e8, 4e9, "B/s", "gloo between processes of one machine, small payloads on busy cores")
 LOOPBACK_LATENCY = Assumed(2e-4, 5e-5, 1e-3, "s", "one gloo step between processes of one machine")
 
-GPU_LAUNCH_SECONDS = Assumed(1.1e-5, 6e-6, 2.5e-5, "s", "PyTorch's host time a launched kernel, forward and backward")
+GPU_LAUNCH_SECONDS = Assumed(2.0e-5, 8e-6, 6e-5, "s", "host time of a PyTorch operator on a card: 2e-5 seen")
 GPU_PRODUCT_EFFICIENCY = Assumed(0.5, 0.25, 0.8, "", "share of the peak matrix rate that mixed layer shapes reach")
 GPU_BANDWIDTH_EFFICIENCY = Assumed(0.75, 0.5, 0.92, "", "share of the peak memory rate that elementwise code reaches")
 

@@ -83,11 +83,7 @@ def _card_rate(ledger: Ledger, path: str) -> None:
     ledger.put("/exchange/efficiency", constants.PATH_EFFICIENCY[path].reading())
     devices = ledger.draft["fleet"]["devices"]
     if path == "nvlink":
-        ledger.put("/exchange/nvlink_rate", constants.NVLINK_BYTES_A_LINK.reading())
-        counts = [f"/fleet/links/{name}/nvlinks" for name in ledger.draft["fleet"]["links"]]
-        why = "fewest NVLinks between two cards x a link's rate x efficiency"
-        inputs = ["/exchange/efficiency", "/exchange/nvlink_rate", *counts]
-        ledger.compute("/exchange/rate", "B/s", lambda share, rate, *n: share * rate * min(n), inputs, why)
+        _nvlink_rate(ledger, devices)
         return
     sources = ["/exchange/efficiency"]
     for key in devices:
@@ -101,6 +97,22 @@ def _card_rate(ledger: Ledger, path: str) -> None:
 
     why = "slowest card's lanes x lane rate x efficiency (maximum generation, since idle lowers the current one)"
     ledger.compute("/exchange/rate", "B/s", slowest, sources, why)
+
+
+def _nvlink_rate(ledger: Ledger, devices: Mapping[str, Json]) -> None:
+    """The data sheets' NVLink rate where every card has one, else the links counted times an assumed rate a link."""
+    sheets = [f"/fleet/devices/{escape(key)}/nvlink_sheet" for key in devices]
+    if all(item.get("nvlink_sheet", {}).get("value") for item in devices.values()):
+        why = "the slowest card's NVLink, one way, by its data sheet x efficiency"
+        inputs = ["/exchange/efficiency", *sheets]
+        ledger.compute("/exchange/rate", "B/s", lambda share, *rates: share * min(rates), inputs, why)
+        return
+    ledger.put("/exchange/nvlink_rate", constants.NVLINK_BYTES_A_LINK.reading())
+    links = ledger.draft["fleet"]["links"]
+    counts = [f"/fleet/links/{name}/nvlinks" for name in links if "nvlinks" in links[name]]
+    why = "fewest NVLinks between two cards x a link's rate x efficiency"
+    inputs = ["/exchange/efficiency", "/exchange/nvlink_rate", *counts]
+    ledger.compute("/exchange/rate", "B/s", lambda share, rate, *n: share * rate * min(n, default=1), inputs, why)
 
 
 def _network(ledger: Ledger, nodes: Mapping[str, Json]) -> None:
