@@ -39,12 +39,19 @@ def _ids(record: Any) -> list[str]:
 
 
 def test_records_of_one_node_join_to_one_node_and_count_its_cpu_ranks_anew(tmp_path: Path) -> None:
-    first, second = probe.record("cpu:1"), probe.record("cpu:2")
-    joined = _joined(tmp_path, first, second)
+    records = []
+    for ranks, cores, free in ((1, 2, 5 * 10**9), (2, 4, 3 * 10**9)):
+        record = probe.record(f"cpu:{ranks}")
+        (node,) = record["nodes"].values()
+        node |= {
+            "cores": reading(cores, "", "probed", "made up"),
+            "memory_free": reading(free, "B", "probed", "made up"),
+        }
+        records.append(seal(record))
+    joined = _joined(tmp_path, *records)
     assert _ids(joined) == ["cpu-0", "cpu-1", "cpu-2"]
     (node,) = joined["nodes"].values()
-    free = [next(iter(record["nodes"].values()))["memory_free"]["value"] for record in (first, second)]
-    assert node["memory_free"]["value"] == min(free)
+    assert (node["cores"]["value"], node["memory_free"]["value"]) == (4, 3 * 10**9)
 
 
 def test_records_of_two_alike_nodes_join_to_one_entry_that_stands_for_both(tmp_path: Path) -> None:
