@@ -47,14 +47,14 @@ class Recorder:
             self.answers[asked] = {"absent": True}
             raise
         if function in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID"):
-            self._names.setdefault(_address(answer), f"device {arguments[0]}")
+            self._names.setdefault(address(answer), f"device {arguments[0]}")
         elif function == "nvmlDeviceGetMigDeviceHandleByIndex":
-            self._names[_address(answer)] = f"{self._name(arguments[0])} slice {arguments[1]}"
+            self._names[address(answer)] = f"{self._name(arguments[0])} slice {arguments[1]}"
         self.answers[asked] = self._plain(answer)
         return answer
 
     def _name(self, part: Any) -> str | None:
-        return self._names.get(_address(part)) if isinstance(part, ctypes._Pointer) else None
+        return self._names.get(address(part)) if isinstance(part, ctypes._Pointer) else None
 
     def _plain(self, answer: Any) -> Any:
         if isinstance(answer, ctypes._Pointer):
@@ -71,7 +71,8 @@ class Recorder:
         return {key: self._plain(value) for key, value in vars(answer).items()}
 
 
-def _address(handle: Any) -> int:
+def address(handle: Any) -> int:
+    """Where the C pointer ``handle`` leads: NVML gives one device the same handle each time."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 

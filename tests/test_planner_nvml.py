@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fake_nvml import CASES, FakeNvml, load
+import record_nvml
+from fake_nvml import CASES, FakeNvml, Handle, load
 from planner import nvml, probe
 from planner.request import Usage
 from schemas.form import render
@@ -131,3 +133,39 @@ def test_the_executor_finds_its_card_anew_as_it_was_planned(monkeypatch: pytest.
     assert toolchain["driver"] == "580.65.06"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-gone")
     assert device_facts(rank)[0]["kind"] == "cpu"
+
+
+def _is_handle(part: Any) -> bool:
+    return isinstance(part, ctypes._Pointer)
+
+
+class _Driver:
+    """NVML as nvidia-ml-py gives it: handles are C pointers. It answers as ``case`` does."""
+
+    def __init__(self, case: Any) -> None:
+        self._fake = FakeNvml(case)
+        self._pointers: dict[str, Any] = {}
+        self.NVMLError = self._fake.NVMLError
+
+    def __getattr__(self, function: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            known = {record_nvml.address(pointer): name for name, pointer in self._pointers.items()}
+            plain = [
+                known[record_nvml.address(part)] if isinstance(part, ctypes._Pointer) else part for part in arguments
+            ]
+            answer = getattr(self._fake, function)(*plain)
+            if not isinstance(answer, Handle):
+                return answer
+            return self._pointers.setdefault(answer, ctypes.pointer(ctypes.c_int()))
+
+        return call
+
+
+@pytest.mark.parametrize("name", USABLE)
+def test_what_is_recorded_of_cards_replays_to_the_same_readings(name: str) -> None:
+    case = load(name)
+    recorder = record_nvml.Recorder(_Driver(case))
+    found = nvml.read(recorder, {}, "node-00000000")
+    written = json.loads(json.dumps({"answers": recorder.answers}))
+    assert nvml.read(FakeNvml(written), {}, "node-00000000") == found
+    assert {call: case["answers"].get(call, case["otherwise"]) for call in written["answers"]} == written["answers"]
