@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from schemas.form import Json, Unfaithful, six
+from schemas.form import Json, Unfaithful, rounded
 
 # From the strongest to the weakest: what a number rests on. "computed" is strongest only where a formula has no
 # reading beneath it (a count of parameters); else a computed number is as weak as the weakest it was computed from.
@@ -40,9 +40,9 @@ def reading(
         raise ValueError(f"basis {basis!r} is none of {', '.join(BASES)}")
     if (value is None) != (basis == "unknown"):
         raise ValueError(f"value {value!r} with basis {basis!r}: an unknown has the value None, and nothing else has")
-    item: dict[str, Json] = {"value": _rounded(value)}
+    item: dict[str, Json] = {"value": rounded(value)}
     if low is not None and high is not None and value is not None:
-        item |= {"low": _rounded(low), "high": _rounded(high)}
+        item |= {"low": rounded(low), "high": rounded(high)}
     item |= {"unit": unit, "basis": basis, "weakest": basis}
     pointers = list(dict.fromkeys(inputs))
     if pointers:
@@ -73,18 +73,14 @@ def decision(
     """
     if outcome not in OUTCOMES:
         raise ValueError(f"outcome {outcome!r} is none of {', '.join(OUTCOMES)}")
-    item: dict[str, Json] = {"asked": asked, "chosen": _rounded(chosen), "outcome": outcome}
+    item: dict[str, Json] = {"asked": asked, "chosen": rounded(chosen), "outcome": outcome}
     pointers = list(dict.fromkeys(inputs))
     if pointers:
         item["inputs"] = pointers
     if rejected:
-        item["rejected"] = [{key: _rounded(value) for key, value in row.items()} for row in rejected]
+        item["rejected"] = rounded([dict(row) for row in rejected])
     item["why"] = why
     return item
-
-
-def _rounded(value: Json) -> Json:
-    return six(value) if isinstance(value, float) else value
 
 
 def is_reading(item: Json) -> bool:

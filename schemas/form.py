@@ -52,6 +52,15 @@ def six(number: float) -> float:
     return float(f"{number:.6g}") + 0.0
 
 
+def rounded(value: Json) -> Json:
+    """``value`` with every float in it as a document keeps it."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return six(value) if isinstance(value, float) else value
+
+
 def parse(data: bytes, name: str) -> Json:
     """Read JSON strictly; ``name`` is how messages call the document.
 

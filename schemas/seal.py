@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import rfc8785
 
 from schemas.document import UNSEALED, is_reading, resolve, settle, tally, weakest_bases
-from schemas.form import Json, Unfaithful, inner_lines, render
+from schemas.form import Json, Unfaithful, inner_lines, render, rounded
 
 _CHAIN = ("digest", "locator")
 _RUN_LEVEL = 2  # a run is an entry of a list that is a value of the document
@@ -26,7 +26,8 @@ def canonical_digest(value: Json) -> str:
 
 def seal(body: Mapping[str, Json]) -> dict[str, Json]:
     """``body`` with weakest bases, counts and seal set anew; a plan also gets its empty list of runs."""
-    document = {key: value for key, value in body.items() if key not in (*UNSEALED, "counts")}
+    # What is sealed is what will be read back: floats as they are rendered.
+    document = rounded({key: value for key, value in body.items() if key not in (*UNSEALED, "counts")})
     document["counts"] = tally(settle(document))
     document["seal"] = {"digest": canonical_digest(document), "locator": locator(document)}
     if document.get("format") == "dormouse.plan":
@@ -37,7 +38,7 @@ def seal(body: Mapping[str, Json]) -> dict[str, Json]:
 def append_run(plan: Mapping[str, Json], run: Mapping[str, Json]) -> dict[str, Json]:
     """``plan`` with ``run`` chained on: its digest covers itself and, by ``previous``, all before it."""
     runs = list(plan["runs"])
-    linked = {**run, "previous": runs[-1]["digest"] if runs else plan["seal"]["digest"]}
+    linked = {**rounded(dict(run)), "previous": runs[-1]["digest"] if runs else plan["seal"]["digest"]}
     linked |= {"digest": canonical_digest(linked), "locator": locator(linked, _RUN_LEVEL)}
     return {**plan, "runs": [*runs, linked]}
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from schemas import store
+from schemas.document import reading
 from schemas.form import Unfaithful, parse, render
-from schemas.seal import append_run, canonical_digest, locator
+from schemas.seal import append_run, canonical_digest, locator, seal, verify
 from worlds import compiled, recorded_plan, run_of
 
 
@@ -31,6 +32,17 @@ def _message(data: bytes) -> str:
 
 def test_a_plan_with_runs_is_read_back_whole(plan: dict) -> None:
     assert store.loads(render(plan), "dormouse.plan", "plan.json") == parse(render(plan), "x")
+
+
+def test_a_number_with_more_digits_than_are_kept_is_sealed_as_it_is_kept() -> None:
+    curve = [[65536, 9.7920001e-06], [131072, 1 / 3]]
+    body = {"format": "dormouse.record", "nodes": {"n": {"c": reading(curve, "", "benchmarked", "w")}}, "x": [2 / 3]}
+    sealed = seal(body)
+    assert parse(render(sealed), "x") == sealed
+    verify(parse(render(sealed), "x"), "x")
+    base = compiled()
+    run = run_of(base, evaluations=[{"step": 1, "bits_per_byte": 1 / 3}], final_loss=2 / 3)
+    store.loads(render(append_run(base, run)), "dormouse.plan", "plan.json")
 
 
 def test_any_one_byte_changed_is_found_and_placed(plan: dict) -> None:
