@@ -50,7 +50,7 @@ GPU_PRODUCT_EFFICIENCY = Assumed(0.5, 0.25, 0.8, "", "share of the peak matrix r
 GPU_BANDWIDTH_EFFICIENCY = Assumed(0.75, 0.5, 0.92, "", "share of the peak memory rate that elementwise code reaches")
 
 # All-reduce over each path between cards: the share of the link's rate that the ring reaches, a ring step's latency.
-# Measured on two H200: NVLink 341 of 450 GB/s and 38 us for 1 MB; staged through host memory 30 of 63 GB/s and 80 us.
+# Measured on two H200: NVLink 285 to 341 of 450 GB/s, staged through host memory 30 of 63 GB/s.
 PATH_EFFICIENCY = {
     "nvlink": Assumed(0.74, 0.6, 0.82, "", "ring all-reduce over NVLink: 0.66 to 0.76 seen on two H200"),
     "p2p": Assumed(0.78, 0.6, 0.85, "", "ring all-reduce by direct peer-to-peer over PCIe, as reported"),
@@ -59,9 +59,9 @@ PATH_EFFICIENCY = {
     ),
 }
 PATH_LATENCY = {
-    "nvlink": Assumed(1.7e-5, 8e-6, 4e-5, "s", "a ring step of NCCL over NVLink, launch included"),
+    "nvlink": Assumed(8e-6, 5e-6, 3e-5, "s", "a ring step of NCCL over NVLink: 6e-6 fitted on two H200"),
     "p2p": Assumed(2e-5, 1e-5, 6e-5, "s", "a ring step of NCCL by peer-to-peer over PCIe"),
-    "staged": Assumed(2.4e-5, 1.2e-5, 8e-5, "s", "a ring step of NCCL through host memory"),
+    "staged": Assumed(1.2e-5, 8e-6, 6e-5, "s", "a ring step of NCCL through host memory: 9e-6 fitted on two H200"),
 }
 NVLINK_BYTES_A_LINK = Assumed(2.5e10, 2e10, 5e10, "B/s", "one NVLink of generation 2 to 4, one way")
 

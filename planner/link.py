@@ -6,6 +6,9 @@ network: reduce-scatter within each node, all-reduce of the shards between nodes
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Bits a second and lane that the line code leaves: 8b/10b to generation 2, 128b/130b from 3 on, and from 6 on flits of
@@ -24,10 +27,27 @@ def ring_volume(payload: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * payload
 
 
+def at_size(curve: Sequence[Sequence[float]], size: float) -> float:
+    """Seconds at ``size`` bytes from timed points [bytes, seconds] of rising size: between two, straight in logarithms;
+    below the first, its time, which is latency; above the last, in proportion, which is rate."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    if size >= curve[-1][0]:
+        return curve[-1][1] * size / curve[-1][0]
+    place = bisect_left(curve, size, key=lambda point: point[0])
+    (s0, t0), (s1, t1) = curve[place - 1], curve[place]
+    share = math.log(size / s0) / math.log(s1 / s0)
+    return float(t0 * (t1 / t0) ** share)
+
+
 @dataclass(frozen=True)
 class Rings:
     """``per_node`` ranks on each of ``nodes`` nodes. ``rate`` and ``latency`` are the path's within a node;
-    ``network_rate`` is what one node sends to others, all its ranks together (0 where there is one node)."""
+    ``network_rate`` is what one node sends to others, all its ranks together (0 where there is one node).
+
+    ``curve`` holds timed all-reduces within a node, and ``curve_rate`` the rate that was fitted to them: where there
+    is one, it is taken at its word, and another ``rate`` scales it.
+    """
 
     per_node: int
     nodes: int
@@ -35,14 +55,20 @@ class Rings:
     latency: float
     network_rate: float = 0.0
     network_latency: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
+    curve_rate: float = 0.0
 
     def all_reduce(self, payload: float, buckets: float) -> float:
         """Seconds to sum ``payload`` bytes over all ranks, in so many buckets."""
-        within = buckets * 2 * (self.per_node - 1) * self.latency + ring_volume(payload, self.per_node) / self.rate
+        if self.curve:
+            within = buckets * at_size(self.curve, payload / buckets) * self.curve_rate / self.rate
+        else:
+            steps = buckets * 2 * (self.per_node - 1)
+            within = steps * self.latency + ring_volume(payload, self.per_node) / self.rate
         if self.nodes == 1:
             return within
-        steps = buckets * 2 * (self.nodes - 1) * self.network_latency
-        return within + steps + ring_volume(payload, self.nodes) / self.network_rate
+        between = buckets * 2 * (self.nodes - 1) * self.network_latency
+        return within + between + ring_volume(payload, self.nodes) / self.network_rate
 
     def all_gather(self, share: float) -> float:
         """Seconds until every rank has the ``share`` bytes of every other."""

@@ -19,14 +19,27 @@ BETWEEN = ("/exchange/network_rate", "/exchange/network_latency")
 
 
 def link_inputs(draft: Mapping[str, Json]) -> list[str]:
-    """The pointers that `rings` takes the values of, in its order."""
-    return [*WITHIN, *(BETWEEN if node_count(draft) > 1 else ())]
+    """The pointers that `rings` takes the values of, in its order; a timed curve last, where there is one."""
+    return [*WITHIN, *(BETWEEN if node_count(draft) > 1 else ()), *_curve(draft)]
 
 
-def rings(draft: Mapping[str, Json], *values: float) -> Rings:
+def _curve(draft: Mapping[str, Json]) -> list[str]:
+    """The pointer of the timed all-reduces within a node: of the only kind of node there is, else of none."""
+    nodes = draft["fleet"]["nodes"]
+    timed = [node for node, item in nodes.items() if item.get("allreduce_curve", {}).get("value") is not None]
+    return [f"/fleet/nodes/{timed[0]}/allreduce_curve"] if len(nodes) == len(timed) == 1 else []
+
+
+def rings(draft: Mapping[str, Json], *values: Any) -> Rings:
     """The fleet's rings at ``values`` of `link_inputs`."""
     nodes = node_count(draft)
-    return Rings(-(-world_size(draft) // nodes), nodes, *values)
+    per_node = -(-world_size(draft) // nodes)
+    if not _curve(draft):
+        return Rings(per_node, nodes, *values)
+    *link, points = values
+    node = next(iter(draft["fleet"]["nodes"].values()))
+    curve = tuple((float(size), float(seconds)) for size, seconds in points)
+    return Rings(per_node, nodes, *link, curve=curve, curve_rate=node["allreduce_rate"]["value"])
 
 
 def put_link(ledger: Ledger) -> None:

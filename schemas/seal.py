@@ -27,7 +27,7 @@ def canonical_digest(value: Json) -> str:
 def seal(body: Mapping[str, Json]) -> dict[str, Json]:
     """``body`` with weakest bases, counts and seal set anew; a plan also gets its empty list of runs."""
     # What is sealed is what will be read back: floats as they are rendered.
-    document = rounded({key: value for key, value in body.items() if key not in (*UNSEALED, "counts")})
+    document: dict[str, Json] = rounded({key: value for key, value in body.items() if key not in (*UNSEALED, "counts")})
     document["counts"] = tally(settle(document))
     document["seal"] = {"digest": canonical_digest(document), "locator": locator(document)}
     if document.get("format") == "dormouse.plan":

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from planner.compile import PASSES, compile_plan
 from planner.layout import lay_out
-from planner.link import lane_rate, ring_volume
+from planner.link import Rings, at_size, lane_rate, ring_volume
 from planner.refusals import RULES, Refused
 from planner.split import Group, assign_owners, split_samples
-from schemas.document import walk
+from schemas.document import reading, walk
 from schemas.form import render
 from schemas.seal import verify
 from schemas.validate import refuse_other_shape
@@ -97,6 +97,27 @@ def test_the_ring_formula_gives_the_table_of_the_specification(row: dict[str, An
     link = 0.8 * lane_rate(row["generation"]) * row["width"]
     milliseconds = ring_volume(2 * row["parameters"], row["world"]) / link * 1e3
     assert milliseconds == pytest.approx(row["milliseconds"], rel=0.006)
+
+
+def test_a_timed_curve_is_taken_at_its_word_at_and_between_its_points() -> None:
+    curve = ((1e5, 1e-5), (1e6, 1e-4), (1e7, 2e-4))
+    assert [at_size(curve, size) for size in (1e5, 1e6, 1e7)] == pytest.approx([1e-5, 1e-4, 2e-4])
+    assert at_size(curve, 10**5.5) == pytest.approx(10**-4.5)
+    assert at_size(curve, 1) == 1e-5 and at_size(curve, 1e9) == pytest.approx(2e-2)
+    ring = Rings(2, 1, 5e9, 1e-5, curve=curve, curve_rate=1e10)
+    assert ring.all_reduce(2e6, 2) == pytest.approx(2 * 1e-4 * 2)
+
+
+def test_a_benchmarked_node_predicts_its_own_all_reduce() -> None:
+    found = fleet(1e14, 1e14)
+    node = next(iter(found["nodes"].values()))
+    size = 4 * sum(account()["parameters"].values()) / 2
+    node["allreduce_curve"] = reading([[size / 2, 1e-3], [size * 2, 4e-3]], "", "benchmarked", "made up")
+    node["allreduce_rate"] = reading(1e10, "B/s", "benchmarked", "made up", low=0.8e10, high=1e10)
+    node["allreduce_latency"] = reading(1e-6, "s", "benchmarked", "made up")
+    seconds = compile_plan(request(), found, account())["exchange"]["seconds"]
+    assert seconds["value"] == pytest.approx(2e-3, rel=1e-3) and seconds["weakest"] == "benchmarked"
+    assert (seconds["low"], seconds["high"]) == pytest.approx((2e-3, 2.5e-3), rel=1e-3)
 
 
 def test_a_link_of_gen3_x16_is_15_75_gigabytes_a_second() -> None:
