@@ -36,10 +36,12 @@ def rings(draft: Mapping[str, Json], *values: Any) -> Rings:
     per_node = -(-world_size(draft) // nodes)
     if not _curve(draft):
         return Rings(per_node, nodes, *values)
-    *link, points = values
+    rate, latency, *network, points = values
+    network_rate, network_latency = network or (0.0, 0.0)
     node = next(iter(draft["fleet"]["nodes"].values()))
     curve = tuple((float(size), float(seconds)) for size, seconds in points)
-    return Rings(per_node, nodes, *link, curve=curve, curve_rate=node["allreduce_rate"]["value"])
+    fitted = node["allreduce_rate"]["value"]
+    return Rings(per_node, nodes, rate, latency, network_rate, network_latency, curve, fitted)
 
 
 def put_link(ledger: Ledger) -> None:

@@ -73,15 +73,18 @@ def write(path: str | os.PathLike[str], document: Json) -> None:
 def record(path: str | os.PathLike[str], digest: str, run: Mapping[str, Json]) -> None:
     """Append ``run`` to the plan at ``path``, which must still carry the seal ``digest``.
 
-    Two recorders take turns by a lock on the folder. Raises Unfaithful when another plan lies there now, OSError when
-    it cannot be written.
+    Two recorders take turns by a lock on the folder. Raises Unfaithful when another plan lies there now, or when the
+    plan with this run could not be read back; OSError when it cannot be written.
     """
     target = Path(os.path.realpath(path))
     with _locked(target.parent):
         plan = load(target)
         if plan["seal"]["digest"] != digest:
             raise Unfaithful(f"{path}: was replaced while its run went on (seal {plan['seal']['digest'][:12]} now)")
-        write(target, append_run(plan, run))
+        recorded = append_run(plan, run)
+        refuse_other_shape(recorded, str(path))  # what could not be read back is never written over what can
+        verify(recorded, str(path))
+        write(target, recorded)
 
 
 def unwritable_reason(path: str | os.PathLike[str]) -> str | None:

@@ -67,7 +67,7 @@ def test_json_is_a_document_of_the_diff_schema(run_plan: str, capsysbinary: Any)
         (["show"], "required: PLAN"),
         (["report"], "unrecognized arguments: report"),
         (["--batch", "0"], "--batch is 0: the least is 1"),
-        (["--devices", "RTX3060"], "names of cards are not known yet"),
+        (["--devices", "RTX3060"], "is several cards: one of rtx-3060-8gb, rtx-3060-12gb"),
         (["--devices", "nowhere.json"], "nowhere.json: cannot be read"),
         (["--opt", "sgd"], "invalid choice"),
         (["--calibrate", "p.json"], "p.json: cannot be read: No such file or directory"),

@@ -148,6 +148,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, mo
     assert store.load(path)["runs"] == [] and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_run_that_could_not_be_read_back_is_not_written_over_the_plan(tmp_path: Path) -> None:
+    path, base = tmp_path / "plan.json", compiled()
+    store.write(path, base)
+    with pytest.raises(Unfaithful, match=r"/runs/0/steps: 'many' is not of type"):
+        store.record(path, base["seal"]["digest"], run_of(base, steps="many"))
+    assert store.load(path)["runs"] == []
+
+
 def test_a_plan_replaced_meanwhile_is_not_recorded_into(tmp_path: Path) -> None:
     path, base = tmp_path / "plan.json", compiled()
     store.write(path, compiled(seed=1))
