@@ -8,13 +8,13 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from torch import nn
 
 from executor.build import Optimizers
-from executor.meter import Samples
+from executor.meter import Samples, quantile_range
 from executor.peaks import Peaks, storage_bytes
 from executor.slices import DataSlice, RankSlice
 from schemas.document import is_reading, resolve, walk
@@ -110,6 +110,11 @@ def _exchanged(read: Callable[[Samples], float | None], instrument: str) -> Call
     return take
 
 
+def _reduced(seen: Seen) -> Taken:
+    taken = _exchanged(lambda samples: median(samples.reduced) if samples.reduced else None, "")(seen)
+    return taken if taken.value is None else replace(taken, spread=quantile_range(seen.samples.reduced))
+
+
 def _payload(samples: Samples) -> float | None:
     return None if samples.exchanged is None else samples.exchanged.bytes
 
@@ -142,9 +147,8 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("/step/tokens_per_second", "tokens/s", "median", _rate(lambda data: data.global_tokens), min),
     Quantity("/exchange/payload", "B", "last", _exchanged(_payload, "counted at the hook"), max),
     Quantity("/exchange/buckets", "", "last", _exchanged(_buckets, "counted at the hook"), max),
-    Quantity(
-        "/exchange/seconds", "s", "median", _exchanged(lambda s: median(s.reduced) if s.reduced else None, ""), max
-    ),
+    # Of all ranks the least: a rank that reaches its bucket early also waits for the others, and that is no transfer.
+    Quantity("/exchange/seconds", "s", "median", _reduced, min),
     Quantity("/exchange/owners_payload", "B", "last", _exchanged(lambda s: s.owners_bytes, "counted at the hook"), max),
 )
 

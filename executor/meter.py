@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
@@ -27,14 +27,19 @@ class Samples:
 
     def spread(self, part: str) -> tuple[float, float] | None:
         """The 10 % and 90 % quantiles of a part; None of fewer than two samples."""
-        if self.count < 2:
-            return None
-        cuts = quantiles(self.parts[part], n=10, method="inclusive")
-        return cuts[0], cuts[-1]
+        return quantile_range(self.parts[part])
 
     @property
     def count(self) -> int:
         return len(self.parts["total"])
+
+
+def quantile_range(samples: Sequence[float]) -> tuple[float, float] | None:
+    """The 10 % and 90 % quantiles of ``samples``; None of fewer than two."""
+    if len(samples) < 2:
+        return None
+    cuts = quantiles(samples, n=10, method="inclusive")
+    return cuts[0], cuts[-1]
 
 
 class Meter:
