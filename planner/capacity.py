@@ -6,11 +6,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.cost import shape_name
+from planner.cost import Rank, shape_name
 from planner.layout import device_pointer, per_rank
 from planner.ledger import Ledger
+from planner.mechanisms import least_seconds, open_sets
 from planner.ranks import rank_facts, set_limit, world_size
-from planner.split import Group, assign_owners, largest_within, split_samples
+from planner.split import Curve, Group, assign_owners, largest_within, split_samples
 from schemas.form import Json
 
 MOST_SAMPLES = 2**20
@@ -102,27 +103,20 @@ def _groups(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, J
         if facts.rates is None:
             return None
         limit = entry["memory"]["limit"]["value"]
-        engaged = _engageable(request, account, facts.kind)
+        sets = open_sets(account["mechanisms"], facts.kind, request["fit"])
 
-        def fits(b: int, facts: Any = facts, length: int = length, limit: Any = limit, engaged: Any = engaged) -> bool:
-            return limit is None or facts.peak(b, length, engaged) <= limit
+        def seconds(b: int, facts: Rank = facts, length: int = length, sets: Any = sets, limit: Any = limit) -> float:
+            return least_seconds(facts, b, length, sets, limit)
 
-        def seconds(b: int, facts: Any = facts, length: int = length) -> float:
-            return float(facts.compute_seconds(b, length))
+        def fits(b: int, seconds: Curve = seconds) -> bool:
+            return seconds(b) < float("inf")
 
-        def work(b: int, facts: Any = facts, length: int = length) -> float:
-            return float(facts.sample_seconds(b, length))
+        def work(b: int, facts: Rank = facts, length: int = length) -> float:
+            return facts.sample_seconds(b, length)
 
         cap = largest_within(MOST_SAMPLES, fits) if fits(1) else 0
         groups.append(Group(len(entry["members"]), seconds, cap, work))
     return groups
-
-
-def _engageable(request: Mapping[str, Json], account: Mapping[str, Json], kind: str) -> list[str]:
-    """Mechanisms that --fit may still engage, so that memory caps a share only where nothing more can be saved."""
-    if request["fit"] in (None, "off"):
-        return []
-    return [name for name, row in account["mechanisms"].items() if kind in row["devices"]]
 
 
 def _uneven(
@@ -135,7 +129,11 @@ def _uneven(
     count = len(ledger.draft["ranks"])
     slowest = max(group.seconds(max(row)) for group, row in zip(groups, batches, strict=True))
     level = max(group.seconds(even) for group in groups)
-    rejected = [{"option": even, "why": "the even split", "costs_seconds": level - slowest}] if level > slowest else []
+    rejected: list[dict[str, Json]] = []
+    if level == float("inf"):
+        rejected = [{"option": even, "why": "the even split, which does not fit every rank's memory"}]
+    elif level > slowest:
+        rejected = [{"option": even, "why": "the even split", "costs_seconds": level - slowest}]
     inputs = [f"/ranks/{place}/rates/products" for place in range(count)]
     inputs += [f"/ranks/{place}/memory/limit" for place in range(count)]
     for place in range(count):

@@ -63,7 +63,8 @@ class Rank:
     dtype: str
     rates: tuple[float, float, float] | None
     account: Mapping[str, Json]
-    owned: tuple[int, ...]  # indices of the matrices whose update this rank computes
+    owned: tuple[int, ...]  # indices of the matrices whose momentum this rank holds
+    updated: tuple[int, ...]  # of those whose update it computes: of alike ranks, the slowest one's
     most_owned: int  # elements of the matrices of the rank that owns most
     world: int
     newton_schulz_bytes: int
@@ -91,7 +92,7 @@ class Rank:
         """The same of the optimizer: Newton-Schulz of the owned matrices by stacked shape, all matrices' updates
         applied, and AdamW."""
         shapes = self.account["shapes"]
-        names = [shape_name(self.account["matrices"][place]) for place in self.owned]
+        names = [shape_name(self.account["matrices"][place]) for place in self.updated]
         everywhere = (self.account["adamw"], self.account["apply"])
         total = {key: float(sum(counts[key] for counts in everywhere)) for key in ("flops", "bytes", "launches")}
         for key in ("flops", "bytes"):
@@ -170,7 +171,10 @@ class Rank:
 def peaks(components: Mapping[str, float]) -> tuple[float, float]:
     """(backward's peak, the optimizer's peak) of the bytes by component."""
     state = sum(components[name] for name in ("masters", "gradients", "muon_momentum", "adamw_state", "workspace"))
-    return state + components["activations"] + components["buckets"], state + components["update"]
+    # DDP holds a bucket's narrower copy until the next backward, so the optimizer runs beside it.
+    return state + components["activations"] + components["buckets"], state + components["update"] + components[
+        "buckets"
+    ]
 
 
 def shape_name(matrix: Mapping[str, Json]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from planner.cost import Rank, exposed_seconds, ratio_at
 from planner.ledger import Ledger
+from planner.mechanisms import least_seconds, open_sets
 from planner.paths import link_inputs, rings
-from planner.ranks import rank_facts, sharing, world_size
+from planner.ranks import rank_facts, whole_device, world_size
 from schemas.document import unknown
 from schemas.form import Json
 
@@ -24,16 +26,20 @@ class Times(NamedTuple):
     alone: float
 
 
-def gains(ledger: Ledger, account: Mapping[str, Json]) -> None:
+def gains(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> None:
     """Put the two gains and the times they come from, as formulas over the rates, so that a rate's range moves both
     sides of a quotient together."""
-    fleet = _Fleet(ledger, account)
+    fleet = _Fleet(ledger, request, account)
     if any(value is None for value in fleet.nominal.values()):
         for name in ("even", "best"):
             why = "a rank's rates or the link's are unknown"
             ledger.put(f"/step/gain_over_{name}", unknown("", why, inputs=fleet.inputs))
         return
     for name, even in (("even_seconds", True), ("best_alone_seconds", False)):
+        if even and not math.isfinite(fleet.times([ledger.value(source) for source in fleet.inputs]).even):
+            why = "the even split does not fit every rank's memory, so there is nothing to compare with"
+            ledger.put("/step/gain_over_even", unknown("", why, inputs=fleet.inputs))
+            continue
         side = "the same global batch split evenly" if even else "the best device alone with the whole global batch"
         ledger.compute(
             f"/step/{name}", "s", lambda *v, even=even: fleet.other(v, even), fleet.inputs, f"step time of {side}"
@@ -48,14 +54,17 @@ def gains(ledger: Ledger, account: Mapping[str, Json]) -> None:
 
 
 class _Fleet:
-    def __init__(self, ledger: Ledger, account: Mapping[str, Json]) -> None:
+    def __init__(self, ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> None:
         self.draft = draft = ledger.draft
         entries = draft["ranks"]
         self.ranks = [rank_facts(draft, account, place) for place in range(len(entries))]
         self.shapes = [(entry["batch"]["chosen"], entry["seq"]["chosen"]) for entry in entries]
         engaged = draft["fit"]["mechanisms"]["chosen"]
         self.mechanisms = [[*engaged, *entry["mechanisms"]["chosen"]] for entry in entries]
-        self.cores = [sharing(draft, entry) for entry in entries]
+        rows, fit = account["mechanisms"], request["fit"]
+        self.sets = [open_sets(rows, rank.kind, fit, tuple(engaged)) for rank in self.ranks]
+        self.limits = [entry["memory"]["limit"]["value"] for entry in entries]
+        self.cores = [whole_device(draft, entry) for entry in entries]
         self.world, self.total = world_size(draft), ledger.value("/step/global_batch")
         self.payload, self.buckets = ledger.value("/exchange/payload"), ledger.value("/exchange/buckets")
         owned = draft["exchange"].get("owners_payload")
@@ -86,7 +95,9 @@ class _Fleet:
         reduce = ring.all_reduce(self.payload, self.buckets) * ratio_at(self.link_ratios[0], 0)
         sending = 0.0 if self.owned is None else ring.all_gather(self.owned)
         sending *= ratio_at(self.link_ratios[1], 0)
-        planned = [self._part(rank, place, float(self.shapes[place][0])) for place, rank in enumerate(ranks)]
+        planned = [
+            rank.compute_seconds(*self.shapes[place], self.mechanisms[place]) for place, rank in enumerate(ranks)
+        ]
         even = [self._part(rank, place, self.total / self.world) for place, rank in enumerate(ranks)]
         updates = [rank.update_seconds() for rank in ranks]
         alone = min(self._alone(ranks[place], place) for place in range(len(ranks)))
@@ -108,9 +119,13 @@ class _Fleet:
         )
 
     def _part(self, rank: Rank, place: int, samples: float) -> float:
-        """Forward and backward of ``samples`` sequences; a fraction is taken between its neighbours."""
-        low, length, mechanisms = max(1, int(samples)), self.shapes[place][1], self.mechanisms[place]
-        at, after = (rank.compute_seconds(b, length, mechanisms) for b in (low, low + 1))
+        """Forward and backward of ``samples`` sequences under the best mechanisms that fit; infinite where none do. A
+        fraction is taken between its neighbours."""
+        low, length = max(1, int(samples)), self.shapes[place][1]
+        at = least_seconds(rank, low, length, self.sets[place], self.limits[place])
+        if low == samples:
+            return at
+        after = least_seconds(rank, low + 1, length, self.sets[place], self.limits[place])
         return at + (after - at) * (samples - low)
 
     def _alone(self, rank: Rank, place: int) -> float:
@@ -119,6 +134,6 @@ class _Fleet:
         products, bandwidth, launch = rank.rates
         cores, everything = self.cores[place], tuple(range(len(rank.account["matrices"])))
         rates = (products * cores, bandwidth * cores, launch)
-        whole = dataclasses.replace(rank, owned=everything, world=1, rates=rates)
+        whole = dataclasses.replace(rank, owned=everything, updated=everything, world=1, rates=rates)
         length, mechanisms = self.shapes[place][1], self.mechanisms[place]
         return whole.compute_seconds(self.total, length, mechanisms) + whole.update_seconds()

@@ -9,7 +9,7 @@ from planner.calibration import calibrate_ranks
 from planner.layout import device_pointer, per_rank
 from planner.ledger import Ledger
 from planner.legality import is_gtx16, kernel_veto, legal
-from planner.ranks import world_size
+from planner.ranks import sharing, world_size
 from planner.served import put_served
 from schemas.document import RUNGS, reading, resolve, unknown
 from schemas.form import Json
@@ -88,18 +88,15 @@ def _fall_back_to_fp32(ledger: Ledger, base: str, device: str, asked: str | None
 def _threads(ledger: Ledger, base: str, device: str) -> None:
     if ledger.value(f"{device}/kind") != "cpu":
         return
-    node = ledger.value(f"{device}/node")
-    sharing = sum(
-        len(item["ids"])
-        for item in ledger.draft["fleet"]["devices"].values()
-        if item["kind"] == "cpu" and item["node"] == node
-    )
     cores = ledger.value(f"{device}/cores")
     if cores is None:
         ledger.decide(f"{base}/threads", None, 1, "the number of cores is unknown", inputs=[f"{device}/cores"])
         return
-    why = f"{cores} cores shared by {sharing} rank{'s' if sharing > 1 else ''}"
-    ledger.decide(f"{base}/threads", None, max(1, cores // sharing), why, inputs=[f"{device}/cores"])
+    ranks = sharing(ledger.draft, ledger.draft["ranks"][int(base.split("/")[2])])
+    why = f"{cores} cores shared by {ranks} rank{'s' if ranks > 1 else ''}"
+    if cores < ranks:
+        why += ": fewer cores than ranks, so each has but a share of one"
+    ledger.decide(f"{base}/threads", None, max(1, cores // ranks), why, inputs=[f"{device}/cores"])
 
 
 def _kernel(
@@ -178,7 +175,7 @@ def _rates(ledger: Ledger, base: str, device: str) -> None:
     dtype, found = ledger.value(f"{base}/dtype"), resolve(ledger.draft, device)
     cpu = found["kind"] == "cpu"
     launch = constants.CPU_LAUNCH_SECONDS if cpu else constants.GPU_LAUNCH_SECONDS
-    _rate(ledger, f"{base}/rates/launch", device, "launch_seconds", launch)
+    _rate(ledger, f"{base}/rates/launch{'_a_core' if cpu else ''}", device, "launch_seconds", launch)
     if cpu:
         _rate(ledger, f"{base}/rates/bandwidth_a_core", device, "bandwidth", constants.CPU_BANDWIDTH)
         _cpu_rates(ledger, base, device, f"rate_{dtype}")
@@ -214,11 +211,17 @@ def _rate(ledger: Ledger, pointer: str, device: str, key: str, assumed: constant
 def _cpu_rates(ledger: Ledger, base: str, device: str, key: str) -> None:
     rates = f"{base}/rates"
     found = resolve(ledger.draft, device)
+    ranks = sharing(ledger.draft, ledger.draft["ranks"][int(base.split("/")[2])])
+    why = f"the rank's threads, or its share of the cores where {ranks} ranks have fewer between them"
+    inputs = [f"{base}/threads", f"{device}/cores"]
+    ledger.compute(f"{rates}/effective_cores", "", lambda n, all_: min(n, all_ / ranks), inputs, why)
+    inputs, why = [f"{rates}/launch_a_core", f"{rates}/effective_cores"], "a launch on a core, or on a share of one"
+    ledger.compute(f"{rates}/launch", "s", lambda launch, n: launch / min(1, n), inputs, why)
     if "bandwidth" in found:
         ledger.compute(f"{rates}/bandwidth", "B/s", float, [f"{rates}/bandwidth_a_core"], "timed with a rank's threads")
     else:
-        inputs = [f"{base}/threads", f"{rates}/bandwidth_a_core"]
-        ledger.compute(f"{rates}/bandwidth", "B/s", lambda n, rate: n * rate, inputs, "threads x a core's share")
+        inputs = [f"{rates}/effective_cores", f"{rates}/bandwidth_a_core"]
+        ledger.compute(f"{rates}/bandwidth", "B/s", lambda n, rate: n * rate, inputs, "cores x a core's share")
     if key in found:
         ledger.compute(f"{rates}/products", "FLOP/s", float, [f"{device}/{key}"], "as the record has it")
         return
@@ -227,8 +230,8 @@ def _cpu_rates(ledger: Ledger, base: str, device: str, key: str) -> None:
     if found["clock"]["value"] is None:
         clock = f"{rates}/clock"
         ledger.put(clock, constants.CPU_CLOCK_HZ.reading())
-    inputs = [f"{base}/threads", clock, f"{device}/vector_bits", f"{rates}/flops_per_lane"]
-    why = "threads x clock x (vector bits / 32) lanes x FLOP a lane and cycle"
+    inputs = [f"{rates}/effective_cores", clock, f"{device}/vector_bits", f"{rates}/flops_per_lane"]
+    why = "cores x clock x (vector bits / 32) lanes x FLOP a lane and cycle"
     ledger.compute(
         f"{rates}/products", "FLOP/s", lambda n, hertz, bits, flops: n * hertz * bits / 32 * flops, inputs, why
     )

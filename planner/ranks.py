@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from planner import constants
-from planner.cost import DTYPE_BYTES, UNIT_RATES, Rank
+from planner.cost import DTYPE_BYTES, UNIT_RATES, Rank, shape_name
 from planner.layout import device_pointer, per_rank
 from planner.ledger import Ledger
 from schemas.document import reading
@@ -27,6 +27,11 @@ def owned_by(draft: Mapping[str, Json], account: Mapping[str, Json], rank: int) 
 def elements_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> int:
     shapes = [account["matrices"][place]["shape"] for place in owned]
     return sum(int(shape[-2] * shape[-1]) for shape in shapes)
+
+
+def flops_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> float:
+    """FLOPs of the updates of ``owned``: what tells the slowest of alike ranks."""
+    return float(sum(account["shapes"][shape_name(account["matrices"][place])]["flops"] for place in owned))
 
 
 def most_owned(draft: Mapping[str, Json], account: Mapping[str, Json]) -> int:
@@ -53,6 +58,7 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         rates=None if None in rates else (rates[0], rates[1], rates[2]),
         account=account,
         owned=max(sets, key=lambda owned: elements_of(account, owned)),
+        updated=max(sets, key=lambda owned: flops_of(account, owned)),
         most_owned=most_owned(draft, account),
         world=world_size(draft),
         newton_schulz_bytes=DTYPE_BYTES[config["ns_dtype"]["chosen"]],
@@ -102,6 +108,14 @@ def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float 
     else:
         limit = ledger.compute(pointer, "B", lambda n: int(room(n)), [source], why)
     return limit
+
+
+def whole_device(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> float:
+    """How many times the cores that one rank of ``entry`` has its device has in all: 1 on a card."""
+    if "effective_cores" not in entry["rates"]:
+        return 1.0
+    device = next(item for item in draft["fleet"]["devices"].values() if entry["devices"][0] in item["ids"])
+    return float(device["cores"]["value"] / entry["rates"]["effective_cores"]["value"])
 
 
 def sharing(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> int:

@@ -32,7 +32,7 @@ def step(
         _total(ledger, place)
     _fleet(ledger)
     if fleet:
-        gains(ledger, account)
+        gains(ledger, request, account)
     _regime(ledger)
     _verdict(ledger)
     return ledger.draft
@@ -147,5 +147,6 @@ def _verdict(ledger: Ledger) -> None:
         inputs = ["/step/gain_over_best", "/step/gain_over_even"]
         even = ledger.value("/step/gain_over_even")
         more = "faster" if gain["value"] >= 1 else "SLOWER"
-        text = f"{gain['value']:.3g}x the best device alone ({more} than it), {even:.3g}x an even split"
+        text = f"{gain['value']:.3g}x the best device alone ({more} than it)"
+        text += ", and an even split does not fit" if even is None else f", {even:.3g}x an even split"
     ledger.put("/step/verdict", reading(text, "", "computed", "from the predicted step times", inputs=inputs))
