@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import rfc8785
 
+from schemas.agreement import refuse_disagreement
 from schemas.document import UNSEALED, is_reading, resolve, settle, tally, weakest_bases
 from schemas.form import Json, Unfaithful, inner_lines, render, rounded
 
@@ -44,7 +45,7 @@ def append_run(plan: Mapping[str, Json], run: Mapping[str, Json]) -> dict[str, J
 
 
 def verify(document: Mapping[str, Json], name: str) -> None:
-    """Check the inputs, the counts, the seal and the runs of a document whose schema holds.
+    """Check the inputs, the counts, the seal, the runs and (of a plan) the agreement of a document whose schema holds.
 
     Raises:
         Unfaithful: naming the pointer, the count or the line that does not hold.
@@ -56,6 +57,8 @@ def verify(document: Mapping[str, Json], name: str) -> None:
         raise Unfaithful(f"{name}: /seal/locator: was changed; the sealed body is whole")
     _verify_bases(document, name)
     _verify_counts(document, name)
+    if document.get("format") == "dormouse.plan":
+        refuse_disagreement(document, name)
     _verify_runs(document, name)
 
 

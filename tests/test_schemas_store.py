@@ -6,13 +6,14 @@ import json
 import os
 import random
 import re
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from schemas import store
-from schemas.document import reading
+from schemas.document import reading, tally
 from schemas.form import Unfaithful, parse, render
 from schemas.seal import append_run, canonical_digest, locator, seal, verify
 from worlds import compiled, recorded_plan, run_of
@@ -76,6 +77,15 @@ def test_a_changed_measurement_is_traced_to_its_run_and_line(plan: dict) -> None
         ("/ranks/0/step/compute/inputs/0", "/ranks/9", "/ranks/0/step/compute: its input /ranks/9 names nothing"),
         ("/ranks/0/surprise", 1, "/ranks/0: Additional properties are not allowed"),
         ("/ranks/0/dtype/outcome", "hoped", "/ranks/0/dtype/outcome: 'hoped' is not one of"),
+        ("/ranks/0/batch/chosen", "four", "/ranks/0/batch/chosen: 'four' is not of type 'integer'"),
+        ("/workload/steps/chosen", -5, "/workload/steps/chosen: -5 is less than the minimum of 1"),
+        ("/ranks/0/threads/chosen", 100000, "/ranks/0/threads/chosen: 100000 is greater than the maximum"),
+        ("/ranks/0/dtype/chosen", "fp8", "/ranks/0/dtype/chosen: 'fp8' is not one of"),
+        ("/exchange/bucket_bytes/chosen", 0, "/exchange/bucket_bytes/chosen: 0 is less than the minimum"),
+        ("/exchange/owners/chosen", [5] * 48, "/exchange/owners: names no rank: 5"),
+        ("/ranks/0/members", [0, 2], "/ranks: the members are not the ranks 0 to 1, each once"),
+        ("/ranks/0/devices", ["cpu-0", "cpu-7"], "/ranks/0/devices: names no device of the fleet: cpu-7"),
+        ("/ranks/0/devices", ["cpu-0"], "/ranks/0/devices: has not one device for each of the members"),
         ("/format_version", 2, "/format_version: 2 is newer than this Dormouse reads (up to 1)"),
         ("/format_version", 0, "/format_version: 0 is no version"),
         ("/format", "dormouse.record", "/format: is a dormouse.record document; dormouse.plan was expected"),
@@ -91,6 +101,9 @@ def test_a_lie_under_a_seal_of_its_own_is_still_found(pointer: str, value: objec
         place = place[int(key)] if isinstance(place, list) else place[key]
     place[int(last) if isinstance(place, list) else last] = value
     body = {key: item for key, item in forged.items() if key not in ("seal", "runs")}
+    if not pointer.startswith(("/counts", "/format")):
+        with suppress(Unfaithful, KeyError):
+            body["counts"] = forged["counts"] = tally(body)
     forged["seal"] = {"digest": canonical_digest(body), "locator": locator(body)}
     assert says in _message(render(forged))
 
