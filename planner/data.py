@@ -1,4 +1,6 @@
-"""What the data is: name, length and SHA-256 of each source. Where it lies is no part of a plan."""
+"""What the data is: name, length and SHA-256 of each source, and how much of it training takes. Where it lies is no
+part of a plan.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from planner.request import Usage
 from schemas.form import Json
 
 _CHUNK = 2**20
+HELD_OUT = 20
+"""The last one part in this many of each source is held out of training."""
 STDLIB: dict[str, Json] = {"name": "stdlib", "weight": 1, "length": None, "sha256": None}
 """The text of the running Python's standard library, which differs by Python: what it holds is bound at the run."""
 
@@ -53,6 +57,22 @@ def measure(path: str) -> tuple[int, str]:
     if length == 0:
         raise Usage(f"--data {path}: is empty")
     return length, digest.hexdigest()
+
+
+def first_held_out(length: int) -> int:
+    """The place of the first held-out byte in a source of ``length`` bytes."""
+    return length - length // HELD_OUT
+
+
+def least_length(stride: int) -> int:
+    """The fewest bytes of a source for sequences of ``stride``: its held-out part must hold one window of stride + 1
+    bytes, and the rest of it then holds at least one too."""
+    return (stride + 1) * HELD_OUT
+
+
+def longest_stride(length: int) -> int:
+    """The longest sequence that a source of ``length`` bytes serves; below 1 where it serves none."""
+    return length // HELD_OUT - 1
 
 
 def _name(path: str) -> str:

@@ -63,6 +63,7 @@ RULES: tuple[Rule, ...] = (
     Rule("fsdp-unbuilt", "request", "FSDP2, which has not passed its gate here", refusals_plan.fsdp_unbuilt),
     Rule("reduce-alone", "request", "a reduce dtype for one rank, which reduces nothing", refusals_plan.reduce_alone),
     Rule("fit-unknown-memory", "request", "--fit auto where free memory is unknown", refusals_plan.fit_unknown_memory),
+    Rule("data-too-short", "plan", "a file that holds no window of the planned length", refusals_plan.data_too_short),
     Rule("dtype-unsupported", "plan", "a dtype that the card cannot compute in", refusals_plan.dtype_unsupported),
     Rule("fp16-forward", "plan", "fp16, which the runtime has no forward for yet", refusals_plan.fp16_forward),
     Rule(

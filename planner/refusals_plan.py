@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from planner import constants
+from planner.data import least_length, longest_stride
 from planner.layout import device_pointer
 from planner.legality import begins_at, kernel_veto, sm_name
 from planner.refusal import Refusal
@@ -126,6 +127,23 @@ def fit_unknown_memory(plan: Facts, facts: Facts) -> Iterator[Refusal]:
                 "auto fills the memory that is free, and how much that is could not be read",
                 "give a budget in GB: --fit 16",
             )
+
+
+def data_too_short(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    stride = max(entry["seq"]["chosen"] for entry in plan["ranks"])
+    for source in plan["workload"]["data"]["sources"]:
+        length, least = source["length"]["value"], least_length(stride)
+        if length is None or length >= least:  # what is bound at the start is judged there
+            continue
+        longest = longest_stride(length)
+        yield Refusal(
+            "data-too-short",
+            f"sequences of {stride} bytes from {source['name']}",
+            f"{source['name']} has {length} bytes",
+            f"its last twentieth is held out and must hold one window of {stride + 1} bytes, so the least is {least}",
+            f"give --data a file of at least {least} bytes"
+            + (f", or sequences of at most {longest} (--seq {longest})" if longest > 1 else ""),
+        )
 
 
 def dtype_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
