@@ -21,19 +21,19 @@ DEEPEST_NESTING = 32
 # sorted. It lists each artifact from the outside in, so that a file reads from identity to evidence.
 # fmt: off
 _ORDER = (
-    "format", "format_version", "made_from", "request", "toolchain", "nodes", "fleet", "workload", "ranks", "id",
-    "ids", "order", "node", "kind", "name", "uuid", "members", "devices", "links", "model", "set", "opt", "data",
-    "weight", "length", "sha256", "threads", "capability", "served", "rates", "calibration", "dtype", "kernels",
-    "batch", "seq", "steps", "seed", "tokens", "token_weight", "mechanisms", "work", "memory", "exchange", "fit",
-    "step", "capacity", "fit_policy", "shard", "reduce", "benchmark", "calibrate", "config", "defaults",
-    "granule", "parameters", "tensors", "sources", "masters", "gradients", "muon_momentum", "adamw_state",
-    "activations", "backend", "reduce_dtype", "bucket_bytes", "path", "payload", "volume", "buckets", "update",
-    "workspace", "backward_peak", "optimizer_peak", "peak", "host", "limit", "global_batch", "global_tokens",
-    "compute", "optimizer", "owners", "total", "rate", "latency", "seconds", "owners_payload", "owners_seconds",
-    "tokens_per_second", "regime", "even_seconds", "best_alone_seconds", "gain_over_even", "gain_over_best",
-    "verdict", "asked", "option", "chosen", "predicted", "value", "low", "high", "unit", "outcome", "basis",
-    "weakest", "statistic", "samples", "spread", "instrument", "readings", "decisions", "fallbacks", "counts",
-    "start", "end", "reason", "final_loss", "bits_per_byte", "evaluations", "fingerprint",
+    "format", "format_version", "made_from", "request", "id", "start", "end", "reason", "toolchain", "nodes",
+    "fleet", "workload", "ranks", "ids", "order", "node", "kind", "name", "uuid", "members", "devices", "links",
+    "model", "set", "opt", "data", "weight", "length", "sha256", "threads", "capability", "served", "rates",
+    "calibration", "dtype", "kernels", "batch", "seq", "steps", "seed", "tokens", "token_weight", "mechanisms",
+    "work", "memory", "exchange", "fit", "step", "capacity", "fit_policy", "shard", "reduce", "benchmark",
+    "calibrate", "config", "defaults", "granule", "parameters", "tensors", "sources", "masters", "gradients",
+    "muon_momentum", "adamw_state", "activations", "backend", "reduce_dtype", "bucket_bytes", "path", "payload",
+    "volume", "buckets", "update", "workspace", "backward_peak", "optimizer_peak", "peak", "host", "limit",
+    "global_batch", "global_tokens", "compute", "optimizer", "owners", "total", "rate", "latency", "seconds",
+    "owners_payload", "owners_seconds", "tokens_per_second", "regime", "even_seconds", "best_alone_seconds",
+    "gain_over_even", "gain_over_best", "verdict", "asked", "option", "chosen", "predicted", "value", "low",
+    "high", "unit", "outcome", "basis", "weakest", "statistic", "samples", "spread", "instrument", "readings",
+    "decisions", "fallbacks", "counts", "final_loss", "bits_per_byte", "evaluations", "fingerprint",
     "fingerprints_compared", "skipped_steps", "conditions", "measured", "absent", "inputs", "measurable",
     "rejected", "saves_bytes", "costs_seconds", "why", "source", "previous", "digest", "seal", "locator", "runs",
 )
@@ -145,7 +145,8 @@ def _hooks(text: str, name: str) -> dict[str, Any]:
 
 def render(document: Json) -> bytes:
     """The only form of ``document`` on disk: UTF-8, two spaces a level, known keys in a fixed order and the rest
-    sorted, floats with 6 significant digits, and each reading, decision and measured quantity on a line of its own."""
+    sorted, floats with 6 significant digits and whole ones as integers, and each reading, decision and measured
+    quantity on a line of its own."""
     return ("".join(_pieces(document, 0)) + "\n").encode("utf-8")
 
 
@@ -212,7 +213,8 @@ def _inline(value: Json) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_inline(item) for item in value) + "]"
     if isinstance(value, float):
-        return repr(six(value))
+        number = six(value)
+        return str(int(number)) if number.is_integer() and abs(number) <= LARGEST_INTEGER else repr(number)
     return _string(value) if isinstance(value, str) else json.dumps(value)
 
 

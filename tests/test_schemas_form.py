@@ -72,4 +72,4 @@ def test_a_reading_a_decision_and_a_measured_quantity_stand_on_one_line_each() -
 
 
 def test_a_float_keeps_six_significant_digits() -> None:
-    assert render([0.1 + 0.2, 8622000123.4, -0.0, 1e-7]) == b"[\n  0.3,\n  8622000000.0,\n  0.0,\n  1e-07\n]\n"
+    assert render([0.1 + 0.2, 8622000123.4, -0.0, 1e-7]) == b"[\n  0.3,\n  8622000000,\n  0,\n  1e-07\n]\n"
