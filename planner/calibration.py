@@ -84,6 +84,21 @@ def _seen(run: Mapping[str, Json], pointer: str, members: Sequence[int] | None) 
     return [six(float(statistics.median(line["value"] for line in lines))), six(min(ends)), six(max(ends))]
 
 
+def unlike(request: Mapping[str, Json], draft: Mapping[str, Json]) -> dict[str, list[str]]:
+    """The plans asked to calibrate by whose runs speak of no rank of ``draft``, by seal, with what is unlike."""
+    found: dict[str, list[str]] = {}
+    for seal in dict.fromkeys(row["seal"] for row in request["calibrate"]):
+        differences = []
+        for row in (row for row in request["calibrate"] if row["seal"] == seal):
+            for entry in draft["ranks"]:
+                wanted = {**_traits(draft, entry), "seq": entry["seq"]["chosen"]}
+                differences.append([key for key in _RANK_ALIKE if row[key] != wanted[key]])
+        if all(differences):
+            nearest = min(differences, key=len)
+            found[seal] = nearest
+    return found
+
+
 def calibrate_ranks(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> None:
     """Put ``/ranks/*/calibration/compute`` and ``/optimizer`` where a row speaks of the entry."""
     for place, entry in enumerate(ledger.draft["ranks"]):

@@ -69,6 +69,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "kernel-unsupported", "plan", "a kernel whose conditions a rank does not meet", refusals_plan.kernel_unsupported
     ),
+    Rule("calibration-unlike", "plan", "runs to calibrate by that are of other work", refusals_plan.calibration_unlike),
     Rule("does-not-fit", "plan", "a predicted peak over a rank's limit", refusals_plan.does_not_fit),
     Rule("multi-node", "start", "running ranks on several nodes", refusals_run.multi_node),
     Rule("world-mismatch", "start", "another number of processes than the plan has ranks", refusals_run.world_mismatch),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from planner import constants
+from planner.calibration import unlike
 from planner.data import least_length, longest_stride
 from planner.layout import device_pointer
 from planner.legality import begins_at, kernel_veto, sm_name
 from planner.refusal import Refusal
+from planner.smaller import ways_to_fit
+from planner.words import size
 from schemas.document import resolve
 from schemas.form import Json
 
 Facts = Mapping[str, Json]
-_GIB = 2**30
 _COMPONENTS = (
     "masters", "gradients", "muon_momentum", "adamw_state", "activations", "buckets", "update", "workspace",
 )  # fmt: skip
@@ -41,12 +42,13 @@ def per_rank_count(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         asked = facts["request"][option]
         alone_serves_all = option != "capacity"
         if isinstance(asked, list) and len(asked) != world and not (alone_serves_all and len(asked) == 1):
+            several = "s" if len(asked) != 1 else ""
             yield Refusal(
                 "per-rank-count",
-                f"--{option} with {len(asked)} values",
+                f"--{option} with {len(asked)} value{several}",
                 f"{world} rank{'s' if world > 1 else ''}",
                 "each rank needs a value of its own" + (", or all one" if alone_serves_all else ""),
-                f"give --{option} {world} values, separated by commas",
+                f"give --{option} {world} value{'s, separated by commas' if world > 1 else ''}",
             )
 
 
@@ -156,9 +158,15 @@ def dtype_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             "dtype-unsupported",
             f"--dtype {asked} on rank {_members(entry)}",
             f"{_card(plan, pointer)}: {entry['capability'][asked]['why']}",
-            f"native {asked} begins at {begins_at(asked)}; another dtype under that name would be another experiment",
+            _why_not(plan, entry, asked),
             "--dtype auto, or for these ranks --dtype fp32",
         )
+
+
+def _why_not(plan: Facts, entry: Facts, asked: str) -> str:
+    if resolve(plan, device_pointer(plan, entry))["kind"] == "cpu":
+        return f"a CPU's products in {asked} would be computed in another dtype under that name"
+    return f"native {asked} begins at {begins_at(asked)}; another dtype under that name would be another experiment"
 
 
 def fp16_forward(plan: Facts, facts: Facts) -> Iterator[Refusal]:
@@ -190,46 +198,42 @@ def kernel_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
                 )
 
 
+def calibration_unlike(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    for seal, traits in unlike(facts["request"], plan).items():
+        yield Refusal(
+            "calibration-unlike",
+            f"--calibrate by the runs of plan {seal[:12]}",
+            f"no rank of it is alike to one of this plan: {', '.join(traits)} differ",
+            "a measurement of other work, or of another device, says nothing of this one",
+            "leave that plan out of --calibrate, or plan what it planned",
+        )
+
+
 def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
-    for entry in plan["ranks"]:
+    for place, entry in enumerate(plan["ranks"]):
         peak, limit = entry["memory"]["peak"]["value"], entry["memory"]["limit"]
         if peak is None or limit["value"] is None or peak <= limit["value"]:
             continue
         names = [name for name in _COMPONENTS if name in entry["memory"]]
-        parts = ", ".join(f"{name} {entry['memory'][name]['value'] / _GIB:.3f}" for name in names)
+        parts = ", ".join(f"{name} {size(entry['memory'][name]['value'])}" for name in names)
         engaged = [*plan["fit"]["mechanisms"]["chosen"], *entry["mechanisms"]["chosen"]]
         yield Refusal(
             "does-not-fit",
             f"batch {entry['batch']['chosen']} x {entry['seq']['chosen']} on rank {_members(entry)}, "
             f"{_card(plan, device_pointer(plan, entry))}",
-            f"peak {peak / _GIB:.3f} GiB over {limit['value'] / _GIB:.3f} GiB ({limit['why']}); GiB: {parts}",
+            f"peak {size(peak)} over {size(max(0, limit['value']))} ({limit['why']}): {parts}",
             f"with {', '.join(engaged)} engaged, what is left is still over the limit"
             if engaged
             else "no memory mechanism is engaged, and a run would end out of memory",
-            _smaller(plan, facts, entry),
+            ways_to_fit(plan, facts["request"], facts["account"], place),
         )
-
-
-def _smaller(plan: Facts, facts: Facts, entry: Facts) -> str:
-    """The flags that would make less of it: a budget where none engages mechanisms yet, a smaller batch or length."""
-    ways = []
-    device = resolve(plan, device_pointer(plan, entry))
-    if facts["request"]["fit"] in (None, "off") and facts["account"]["mechanisms"]:
-        known = device["memory_free"]["value"] is not None
-        budget = "auto" if known else f"{device['memory_total']['value'] / 1e9:.4g}"
-        ways.append(f"--fit {budget}, which engages memory mechanisms")
-    if entry["batch"]["chosen"] > 1:
-        ways.append(f"--batch {max(1, entry['batch']['chosen'] // 2)}")
-    ways.append(f"--seq {max(2, entry['seq']['chosen'] // 2)}")
-    if isinstance(facts["request"]["fit"], list):
-        needed = entry["memory"]["peak"]["value"] / constants.FIT_HEADROOM / 1e9
-        ways.append(f"--fit {needed + 0.05:.1f} if the card has it")
-    return ", or ".join(ways)
 
 
 def _members(entry: Facts) -> str:
     members = entry["members"]
-    return str(members[0]) if len(members) == 1 else f"{members[0]} and {len(members) - 1} alike"
+    if len(members) == 1:
+        return str(members[0])
+    return f"{members[0]} and the {len(members) - 1} alike" if len(members) > 2 else f"{members[0]} and {members[1]}"
 
 
 def _card(plan: Facts, pointer: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 from planner.calibration import rows
 from planner.compile import compile_plan
 from planner.cost import ratio_at
+from planner.refusals import Refused
 from schemas.form import Unfaithful
 from schemas.seal import append_run, verify
 from schemas.validate import refuse_other_shape
@@ -72,10 +73,11 @@ def test_gains_are_reckoned_with_the_measured_ratios() -> None:
     )
 
 
-def test_a_run_says_nothing_of_another_dtype_or_length() -> None:
-    plan = _measured(compiled(), 2.0)
-    for asked in ({"dtype": ["bf16"]}, {"seq": 64}):
-        assert "calibration" not in _next(plan, **asked)["ranks"][0]
+@pytest.mark.parametrize(("asked", "unlike"), [({"dtype": ["bf16"]}, "dtype"), ({"seq": 64}, "seq")])
+def test_a_run_that_says_nothing_of_this_plan_is_refused_and_not_ignored(asked: dict[str, Any], unlike: str) -> None:
+    with pytest.raises(Refused) as caught:
+        _next(_measured(compiled(), 2.0), **asked)
+    assert "calibration-unlike" in caught.value.text() and f"{unlike} differ" in caught.value.text()
 
 
 def test_a_card_of_unknown_rates_is_known_by_its_run() -> None:
