@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from planner.refusals_page import page
+from schemas.store import load
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("schemas", "planner", "executor")  # each may import itself and those before it
@@ -116,3 +117,10 @@ def test_the_top_level_holds_what_the_design_says_and_nothing_beside() -> None:
         *ROOMS, "plans", "tests", "docs", ".ci", ".gitignore", "README.md", "LICENSE", "Makefile", "pyproject.toml",
         "constraints.txt",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "plans").glob("*.json")), ids=lambda path: path.stem)
+def test_measured_plans_verify_and_hold_a_finished_run(path: Path) -> None:
+    plan = load(path)
+    assert plan["runs"] and all(run["outcome"] == "finished" for run in plan["runs"])
+    assert path.name in (ROOT / "plans" / "README.md").read_text(encoding="utf-8")
