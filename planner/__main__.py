@@ -67,21 +67,22 @@ def _command(arguments: list[str]) -> int:
         "diff": _diff,
         "verify": _verify,
     }
-    command, rest = options.split(arguments)
     try:
+        command, rest = options.split(arguments)
         return commands[command](options.parser(command).parse_args(rest))
     except (Usage, Unfaithful) as error:
         return _said(str(error))
 
 
 def _plan(asked: Namespace) -> int:
-    from planner import accounts, data, probe, request
+    from planner import accounts, data, options, probe, request
     from planner.compile import compile_plan
     from planner.page import Page
     from planner.refusals import Refused
     from planner.summary import summarise
     from schemas.form import render
 
+    options.refuse_idle(asked)
     settings = request.settings(asked.set or ())
     record = probe.record(asked.devices or "auto", timed=asked.benchmark, say=_note)
     wanted = request.compose(
@@ -142,17 +143,17 @@ def _show(asked: Namespace) -> int:
 
 
 def _verify(asked: Namespace) -> int:
-    from planner.words import clean
+    from planner.words import clean, plural
     from schemas.store import load
 
     plan = load(asked.plan)
-    runs = len(plan["runs"])
-    print(f"{clean(asked.plan)}: faithful; seal {plan['seal']['digest'][:12]}, {runs} run{'s' * (runs != 1)}")
+    runs = plural(len(plan["runs"]), "run")
+    print(f"{clean(asked.plan)}: faithful; seal {plan['seal']['digest'][:12]}, {runs}")
     return DONE
 
 
 def _diff(asked: Namespace) -> int:
-    from planner import diff
+    from planner import changes, diff
     from planner.diff_render import as_json, as_markdown, as_text
     from planner.page import Page
     from planner.request import Usage
@@ -164,7 +165,7 @@ def _diff(asked: Namespace) -> int:
     elif limits or asked.run is not None:
         raise Usage("--fail-over and --run judge the runs of one PLAN, not two plans")
     else:
-        document = diff.changed(load(asked.plan), load(asked.new))
+        document = changes.changed(load(asked.plan), load(asked.new))
     if asked.format == "json":
         _print(as_json(document))
     elif asked.format == "markdown":

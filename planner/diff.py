@@ -1,6 +1,6 @@
-"""What differs: a plan's predictions from what a run measured, or a newer plan from an older one.
+"""How a plan's predictions differ from what a run measured, as a plain document (format "dormouse.diff").
 
-Both give a plain document (format "dormouse.diff"); how it is shown is `planner.diff_render`.
+How it is shown is `planner.diff_render`; what differs between two plans is in `planner.changes`.
 """
 
 from __future__ import annotations
@@ -8,24 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from planner.request import Usage
-from schemas.document import escape, is_decision, is_reading, resolve, walk
+from planner.words import plural
+from schemas.document import resolve, walk
 from schemas.form import Json, six
+
+FAIL_KINDS = ("memory", "step", "exchange", "fit", "tokens")
+"""The kinds that --fail-over takes."""
 
 Limits = Sequence[tuple[str | None, float]]
 
 
 def measured(plan: Mapping[str, Json], run: int | None = None, limits: Limits = ()) -> dict[str, Json]:
-    """Predicted against measured by run number ``run`` (the newest when None), and which rows exceed ``limits``.
+    """Predicted against measured by a run, and which rows exceed ``limits``.
 
     Args:
+        run: its number, from 1; the newest when None.
         limits: (kind or None for every kind, percent) pairs; a kind's own limit wins over the general one.
 
     Raises:
-        Usage: there is no such run.
+        Usage: there is no such run, or a limit's kind is of nothing that this plan could measure.
     """
     runs = plan["runs"]
-    if run is not None and run >= len(runs):
-        raise Usage(f"--run {run}: the plan has {len(runs)} run{'s' * (len(runs) != 1)}, counted from 0")
+    if run is not None and run > len(runs):
+        raise Usage(f"--run {run}: the plan has {plural(len(runs), 'run')}, counted from 1")
     document: dict[str, Json] = {"format": "dormouse.diff", "format_version": 1, "mode": "measured"}
     document |= {
         "plan": plan["seal"]["digest"],
@@ -35,11 +40,12 @@ def measured(plan: Mapping[str, Json], run: int | None = None, limits: Limits = 
         "absent": [],
         "failures": [],
     }
+    _refuse_idle_kinds(plan, None if not runs else runs[(run or len(runs)) - 1], limits)
     if not runs:
         document["failures"] = [{"pointer": "/runs", "rank": None, "why": "not run yet"}] if limits else []
         return document
-    place = len(runs) - 1 if run is None else run
-    entry = runs[place]
+    place = run or len(runs)
+    entry = runs[place - 1]
     document["run"] = {"place": place, **{key: entry[key] for key in ("id", "outcome", "reason", "steps")}}
     document["rows"] = [_row(plan, label, line) for label, line in entry["measured"].items()]
     document["absent"] = [{**_label(label), "reason": reason} for label, reason in _absent(plan, entry)]
@@ -47,12 +53,23 @@ def measured(plan: Mapping[str, Json], run: int | None = None, limits: Limits = 
     return document
 
 
+def _refuse_idle_kinds(plan: Mapping[str, Json], run: Mapping[str, Json] | None, limits: Limits) -> None:
+    """A limit of a kind that no row is of would judge nothing, and pass."""
+    labels = [pointer for pointer, item in walk(plan) if item.get("measurable")]
+    labels += [] if run is None else [*run["measured"], *run["absent"]]
+    found = dict.fromkeys(kind(label.split(" @")[0]) for label in labels)
+    for asked, percent in limits:
+        if asked is not None and asked not in found:
+            has = ", ".join(name for name in FAIL_KINDS if name in found) or "nothing to measure"
+            raise Usage(f"--fail-over {asked}={percent:g}: this plan has no measurable row of that kind; it has {has}")
+
+
 def _row(plan: Mapping[str, Json], label: str, line: Mapping[str, Json]) -> dict[str, Json]:
     """One measured line beside its prediction. ``error`` is in percent of the prediction, None where there is none."""
     item = resolve(plan, label.split(" @")[0])
     predicted, value = line["predicted"], line["value"]
     row = {**_label(label), "predicted": predicted, "value": value, "unit": line["unit"]}
-    row |= {"low": line.get("low"), "high": line.get("high"), "error": None}
+    row |= {"low": line.get("low"), "high": line.get("high"), "spread": line.get("spread"), "error": None}
     row |= {"weakest": item.get("weakest"), "instrument": line["instrument"]}
     if _is_number(predicted) and _is_number(value):
         row["error"] = 0.0 if value == predicted else six(100 * (value - predicted) / predicted) if predicted else None
@@ -114,116 +131,3 @@ def _failures(document: Mapping[str, Json], limits: Limits) -> Iterator[dict[str
     for row in document["absent"]:
         if allowed.get(kind(row["pointer"]), allowed.get(None)) is not None:
             yield {"pointer": row["pointer"], "rank": row["rank"], "why": f"was not measured: {row['reason']}"}
-
-
-def changed(old: Mapping[str, Json], new: Mapping[str, Json]) -> dict[str, Json]:
-    """What is different in ``new``, causes first: each change names the changed leaves that it was computed from."""
-    rows = _changes(old, new, "")
-    changes = dict.fromkeys(row["pointer"] for row in rows)
-    beneath = {pointer: _beneath(pointer, (old, new), changes) for pointer in changes}
-    for row in rows:
-        row["causes"] = _leaves(row["pointer"], beneath)
-    return {
-        "format": "dormouse.diff",
-        "format_version": 1,
-        "mode": "changed",
-        "old": old["seal"]["digest"],
-        "new": new["seal"]["digest"],
-        "changes": [row for row in rows if not row["causes"]] + [row for row in rows if row["causes"]],
-    }
-
-
-_UNCOMPARED = ("/counts", "/seal", "/runs")  # what follows from the body, or is no part of it
-_SAID = ("value", "low", "high", "basis", "asked", "chosen", "outcome")
-
-
-def _changes(old: Json, new: Json, pointer: str) -> list[dict[str, Json]]:
-    if pointer in _UNCOMPARED or old == new:
-        return []
-    if _is_item(old) and _is_item(new):
-        same = all(old.get(part) == new.get(part) for part in _SAID)
-        return [] if same else [_change(pointer, "changed", old, new)]
-    pairs = _pairs(old, new)
-    if pairs is None:
-        return [_change(pointer, "changed", old, new)]
-    rows = []
-    for key, (before, after) in pairs.items():
-        below = f"{pointer}/{escape(key)}"
-        if before is _NOTHING or after is _NOTHING:
-            rows.append(_change(below, "added" if before is _NOTHING else "removed", before, after))
-        else:
-            rows += _changes(before, after, below)
-    return rows
-
-
-_NOTHING = object()
-
-
-def _pairs(old: Json, new: Json) -> dict[str, tuple[Json, Json]] | None:
-    """The entries of two containers of one kind side by side; None for anything else and for lists of scalars."""
-    if isinstance(old, dict) and isinstance(new, dict) and not _is_item(old) and not _is_item(new):
-        return {key: (old.get(key, _NOTHING), new.get(key, _NOTHING)) for key in {**new, **old}}
-    if isinstance(old, list) and isinstance(new, list) and any(isinstance(entry, dict) for entry in [*old, *new]):
-        most = range(max(len(old), len(new)))
-        return {str(i): (_at(old, i), _at(new, i)) for i in most}
-    return None
-
-
-def _at(entries: list[Json], place: int) -> Json:
-    return entries[place] if place < len(entries) else _NOTHING
-
-
-def _is_item(value: Json) -> bool:
-    return is_reading(value) or is_decision(value)
-
-
-def _change(pointer: str, change: str, old: Json, new: Json) -> dict[str, Json]:
-    some = new if old is _NOTHING else old
-    what = "reading" if is_reading(some) else "decision" if is_decision(some) else "plain"
-    unit = some["unit"] if what == "reading" else None
-    return {"pointer": pointer, "change": change, "what": what, "unit": unit, "old": _plain(old), "new": _plain(new)}
-
-
-def _plain(value: Json) -> Json:
-    """The value of an item; a container that is there on one side only is not spelled out."""
-    if is_reading(value):
-        return value["value"]
-    if is_decision(value):
-        return value["chosen"]
-    spelled = not isinstance(value, dict) and not (isinstance(value, list) and any(isinstance(x, dict) for x in value))
-    return value if spelled and value is not _NOTHING else None
-
-
-def _beneath(pointer: str, plans: Sequence[Json], changes: Mapping[str, None]) -> list[str]:
-    """The changes that the inputs of ``pointer``, in either plan, touch."""
-    touched = [change for source in _inputs(pointer, plans) for change in _touched(source, changes)]
-    return [change for change in dict.fromkeys(touched) if change != pointer]
-
-
-def _touched(pointer: str, changes: Mapping[str, None]) -> list[str]:
-    """The changes at, beneath or around ``pointer``: an input may name a whole object, or a part of a changed one."""
-    if pointer in changes:
-        return [pointer]
-    return [change for change in changes if change.startswith(pointer + "/") or pointer.startswith(change + "/")]
-
-
-def _leaves(pointer: str, beneath: Mapping[str, Sequence[str]]) -> list[str]:
-    """The changes that ``pointer`` rests on and that rest on no other change; none where it is such a leaf itself."""
-    reached, waiting = {pointer}, [pointer]
-    while waiting:
-        for below in beneath[waiting.pop()]:
-            if below not in reached:
-                reached.add(below)
-                waiting.append(below)
-    return sorted(change for change in reached - {pointer} if not beneath[change])
-
-
-def _inputs(pointer: str, plans: Sequence[Json]) -> list[str]:
-    sources: list[str] = []
-    for plan in plans:
-        try:
-            item = resolve(plan, pointer)
-        except KeyError:
-            continue
-        sources += item.get("inputs", ()) if isinstance(item, dict) else ()
-    return list(dict.fromkeys(sources))

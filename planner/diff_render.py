@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 from planner.page import Page, Row
-from planner.words import amount, choice, clean, span
+from planner.words import DIGITS, MOST_DIGITS, amount, choice, clean, ends, exactly, gigabytes, plural, span
 from schemas.form import Json, render
 from schemas.validate import refuse_other_shape
 
@@ -18,6 +19,7 @@ _MEASURED = (
     "low .. high",
     "verdict",
     "measured",
+    "10 .. 90 %",
     "error",
     "weakest basis",
     "instrument",
@@ -57,17 +59,18 @@ def heading(document: Mapping[str, Json]) -> str:
     """One sentence on what is compared."""
     if document["mode"] == "changed":
         old, new = document["old"][:12], document["new"][:12]
-        if old == new:
+        if document["old"] == document["new"]:
             return f"Plan {old}: the same plan twice."
         many = len(document["changes"])
-        what = f"{many} change{'s' * (many != 1)}, causes first" if many else "only the wording of reasons differs"
+        what = f"{plural(many, 'change')}, causes first" if many else "only the wording of reasons differs"
         return f"Plan {old} to plan {new}: {what}."
     run, plan = document["run"], document["plan"][:12]
     if run is None:
-        return f"Plan {plan}: not run yet. Run it with: torchrun -m executor PLAN"
+        return f"Plan {plan}: not run yet. How to run it: dormouse-plan show PLAN"
     reason = f" ({clean(run['reason'])})" if run["reason"] else ""
-    place = f"run {run['place']} of {document['runs']}, counted from 0"
-    return f"Plan {plan}, {place}: {run['outcome']}{reason} after {run['steps']} steps."
+    steps = f"after {plural(run['steps'], 'step')}"
+    steps = "" if steps in reason else f" {steps}"
+    return f"Plan {plan}, run {run['place']} of {document['runs']}: {run['outcome']}{reason}{steps}."
 
 
 def tables(document: Mapping[str, Json]) -> list[tuple[Sequence[str], list[Row]]]:
@@ -85,26 +88,120 @@ def tables(document: Mapping[str, Json]) -> list[tuple[Sequence[str], list[Row]]
 
 def _line(row: Mapping[str, Json]) -> Row:
     error = "" if row["error"] is None else f"{row['error']:+.1f} %"
-    cells = [row["pointer"], _rank(row), _value(row["predicted"], row["unit"]), span(row), row["verdict"]]
-    cells += [_value(row["value"], row["unit"]), error, row["weakest"] or "decision", clean(row["instrument"])]
-    return cells, _STYLES[row["verdict"]]
+    unit = row["unit"]
+    alike = row["predicted"] == row["value"]
+    predicted, value = [_text(row["predicted"], unit)] * 2 if alike else apart(row["predicted"], row["value"], unit)
+    spread = _spread(row["spread"], unit)
+    cells = [row["pointer"], _rank(row), predicted, span(row), row["verdict"], value, spread, error]
+    return [*cells, row["weakest"] or "decision", clean(row["instrument"])], _STYLES[row["verdict"]]
+
+
+def _spread(quantiles: Sequence[float] | None, unit: str) -> str:
+    if quantiles is None:
+        return ""
+    low, high = quantiles
+    return ends(low, high, unit) or amount(low, unit)
 
 
 def _plain(row: Mapping[str, Json], said: str, style: str) -> Row:
     return [row["pointer"], _rank(row), clean(row[said])], style
 
 
-def _change(row: Mapping[str, Json]) -> Row:
-    sides = ["" if row["change"] == gone else _value(row[side], row["unit"]) for side, gone in _SIDES]
-    return [row["pointer"], row["change"], *sides, ", ".join(row["causes"])], "" if row["causes"] else "bold"
-
-
-_SIDES = (("old", "added"), ("new", "removed"))
-
-
 def _rank(row: Mapping[str, Json]) -> str:
     return "" if row["rank"] is None else str(row["rank"])
 
 
-def _value(value: Json, unit: str | None) -> str:
-    return choice(value) if unit is None or isinstance(value, list) else amount(value, unit)
+def _change(row: Mapping[str, Json]) -> Row:
+    caused = ", ".join(row["causes"]) or _root(row)
+    return [row["pointer"], row["change"], *_sides(row), caused], "" if row["causes"] else "bold"
+
+
+def _root(row: Mapping[str, Json]) -> str:
+    """What a change comes from that rests on no other change."""
+    pointer = row["pointer"]
+    if pointer.startswith("/request/"):
+        return "(asked)"
+    if pointer.startswith(("/fleet/", "/toolchain/")):
+        return "(the record)"
+    if pointer == "/workload/digest":
+        return "(another source of the model)"
+    return "(no input in the plan changed)"
+
+
+def _sides(row: Mapping[str, Json]) -> tuple[str, str]:
+    """The older and the newer side; never two texts alike."""
+    old, new, part, unit = row["old"], row["new"], row["part"], row["unit"]
+    if row["pointer"].startswith("/request/fit"):
+        return _budget(old), _budget(new)
+    if row["change"] != "changed":
+        text = _shortened(new if row["change"] == "added" else old, unit)
+        return ("", text) if row["change"] == "added" else (text, "")
+    if part == "range":
+        return _apart(lambda ends_, digits: _range(ends_, unit or "", digits), old, new)
+    if part in ("asked", "basis", "outcome"):
+        return _said(part, old), _said(part, new)
+    asked = [_NOT_ASKED if value is None and row["pointer"].startswith("/request/") else None for value in (old, new)]
+    before, after = apart(old, new, unit)
+    return asked[0] or before, asked[1] or after
+
+
+def _budget(asked: Json) -> str:
+    """A value of --fit as that option takes it."""
+    if isinstance(asked, list):
+        return ", ".join(f"{gigabytes(size)} GB" for size in asked)
+    return _NOT_ASKED if asked is None else str(asked)
+
+
+_NOT_ASKED = "not asked"
+_LONGEST_LIST, _SHOWN_PLACES = 6, 4
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+def _said(part: str, value: Json) -> str:
+    return _NOT_ASKED if part == "asked" and value is None else f"{part}: {choice(value)}"
+
+
+def _range(range_: Json, unit: str, digits: int) -> str:
+    return "no range" if range_ is None else "range " + " .. ".join(amount(end, unit, digits) for end in range_)
+
+
+def apart(old: Json, new: Json, unit: str | None) -> tuple[str, str]:
+    """Two values that differ as texts that differ, with more digits where few do not tell; of a list or a digest only
+    what tells."""
+    if _is_digest(old) and _is_digest(new):
+        first = next((place for place in range(len(old)) if old[place] != new[place]), 0)
+        return old[: max(12, first + 1)], new[: max(12, first + 1)]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) > _LONGEST_LIST:
+        places = [place for place, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1]]
+        more = f", ... ({len(places)} of {len(old)} differ)" if len(places) > _SHOWN_PLACES else ""
+        pairs = [(place, apart(old[place], new[place], unit)) for place in places[:_SHOWN_PLACES]]
+        before, after = (", ".join(f"[{place}] {pair[side]}" for place, pair in pairs) + more for side in (0, 1))
+        return before, after
+    return _apart(lambda value, digits: _shortened(value, unit, digits), old, new, unit or "")
+
+
+def _apart(shown: Callable[[Json, int], str], old: Json, new: Json, unit: str = "") -> tuple[str, str]:
+    for digits in range(DIGITS, MOST_DIGITS + 1):
+        texts = shown(old, digits), shown(new, digits)
+        if texts[0] != texts[1]:
+            return texts
+    return exactly(old, unit), exactly(new, unit)
+
+
+def _is_digest(value: Json) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _shortened(value: Json, unit: str | None, digits: int = DIGITS) -> str:
+    """A value by itself: a digest by its beginning, a long list by its first entries and their number."""
+    if _is_digest(value):
+        return str(value[:12])
+    if isinstance(value, list) and len(value) > _LONGEST_LIST:
+        return f"{_text(value[:_SHOWN_PLACES], unit, digits)}, ... ({len(value)} entries)"
+    return _text(value, unit, digits)
+
+
+def _text(value: Json, unit: str | None, digits: int = DIGITS) -> str:
+    if isinstance(value, list):
+        return ", ".join(_text(part, unit, digits) for part in value) or "none"
+    return choice(value) if unit is None else amount(value, unit, digits)

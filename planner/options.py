@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from planner import request
+from planner.diff import FAIL_KINDS
 from planner.request import Usage
 
 COMMANDS = ("plan", "probe", "show", "diff", "verify")
-FAIL_KINDS = ("memory", "step", "exchange", "fit", "tokens")
 
 _EPILOG = """\
 commands:
@@ -48,9 +48,17 @@ def parser(command: str) -> Parser:
 
 
 def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The command that ``arguments`` begin with ("plan" when none), and the arguments that are left for it."""
+    """The command that ``arguments`` begin with ("plan" when none), and the arguments that are left for it.
+
+    Raises:
+        Usage: they begin with a word that is no command.
+    """
     if arguments and arguments[0] in COMMANDS[1:]:
         return arguments[0], list(arguments[1:])
+    if arguments and not arguments[0].startswith("-"):
+        word = arguments[0].encode("utf-8", "replace").decode("utf-8")
+        known = ", ".join(COMMANDS[1:])
+        raise Usage(f"there is no command {word!r}: one of {known}, or options alone to compile a plan (see --help)")
     return "plan", list(arguments)
 
 
@@ -81,12 +89,26 @@ def _plan() -> Parser:
     add("--dtype", request.dtype, "DTYPE[,...]", "auto, bf16, fp16 or fp32, for all or one a rank")
     add("--capacity", request.capacity, "SPLIT", "auto, equal, or one a rank: B0,B1,... or B0xT0,B1xT1,...")
     add("--fit", request.fit, "N[,...]", "off, auto, or GB (10^9 bytes; GiB accepted) for all or one a rank")
-    _choice(made, "--fit-policy", ("cheapest", "in-order"), "how mechanisms are engaged until it fits")
+    _choice(made, "--fit-policy", ("cheapest", "in-order"), "with --fit: how mechanisms are engaged until it fits")
     _choice(made, "--opt", ("muon", "adamw"), "optimizer of the matrices")
     _choice(made, "--shard", ("none", "fsdp"), "whether parameters are sharded over the ranks")
     _choice(made, "--reduce", request.DTYPES, "dtype of the gradient all-reduce")
     add("--calibrate", _paths, "PLAN[,...]", "measured plans whose newest finished runs this plan learns from")
     return made
+
+
+# What only the optimizer of matrices reads.
+_OF_MUON = ("muon_lr", "muon_momentum", "ns_dtype", "ns_steps")
+
+
+def refuse_idle(asked: argparse.Namespace) -> None:
+    """Raise Usage for an option of "plan" that would change nothing beside the others: what is asked has an effect."""
+    if asked.fit_policy is not None and asked.fit in (None, "off"):
+        beside = "" if asked.fit is None else " other than off"
+        raise Usage(f"--fit-policy {asked.fit_policy} needs --fit{beside}: without a budget nothing is engaged")
+    idle = [key for key, _ in asked.set or () if key in _OF_MUON]
+    if asked.opt == "adamw" and idle:
+        raise Usage(f"--set {idle[0]} needs --opt muon: under adamw no matrix has a Muon update")
 
 
 def _probe() -> Parser:
@@ -121,7 +143,7 @@ A measurable reading that was not measured fails too. Exit code 1.""",
     made.add_argument("plan", metavar="PLAN", help="a plan, or the older of two")
     made.add_argument("new", metavar="NEW", nargs="?", help="the newer plan")
     add = _adder(made)
-    add("--run", _run, "N", "which run, counted from 0 (default: the newest)")
+    add("--run", _run, "N", "which run, counted from 1 (default: the newest)")
     _choice(made, "--format", ("text", "markdown", "json"), "default: text")
     made.add_argument(
         "--fail-over", type=_limit, action="append", metavar="[KIND=]PERCENT", help="exit 1 when one misses by more"
@@ -157,7 +179,7 @@ def _paths(text: str) -> list[str]:
 
 
 def _run(text: str) -> int:
-    return request.whole(text, 0, 2**31, "--run")
+    return request.whole(text, 1, 2**31, "--run")
 
 
 def _limit(text: str) -> tuple[str | None, float]:

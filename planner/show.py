@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from planner.next_step import next_step
 from planner.page import Page, Row
-from planner.words import amount, choice, clean, ranks, told
-from schemas.document import is_decision, walk
+from planner.words import amount, choice, clean, gigabytes, named, plural, ranks, told
+from schemas.document import is_decision, is_reading, walk
 from schemas.form import Json
 
 Plan = Mapping[str, Any]
@@ -22,8 +23,8 @@ def show(plan: Plan, page: Page) -> None:
     work = plan["workload"]
     world = sum(len(rank["members"]) for rank in plan["ranks"])
     page.line(
-        f"Plan {plan['seal']['digest'][:12]}: {clean(work['model'])} on {world} rank{'s' * (world != 1)},"
-        f" {told(work['steps'])} steps, seed {told(work['seed'])}, {told(work['opt'])}",
+        f"Plan {plan['seal']['digest'][:12]}: {clean(work['model'])} on {plural(world, 'rank')},"
+        f" {plural(work['steps']['chosen'], 'step')}, seed {told(work['seed'])}, {told(work['opt'])}",
         "bold",
     )
     page.line(f"Asked: {asked(plan['request'])}")
@@ -45,9 +46,17 @@ def asked(request: Mapping[str, Json]) -> str:
     for name, value in request.items():
         if name not in ("set", "data") and value not in (None, False, [], {}):
             option = "--" + name.replace("_", "-")
-            shown = [f"{budget / 1e9:.6g}" for budget in value] if name == "fit" and isinstance(value, list) else value
-            parts.append(option if value is True else f"{option} {_option(shown)}")
+            parts.append(option if value is True else f"{option} {_option(_asked_for(name, value))}")
     return clean(" ".join(parts)) or "nothing (every default)"
+
+
+def _asked_for(name: str, value: Json) -> Json:
+    """A budget in GB, and measured plans by the beginnings of their seals; the rest as it is."""
+    if name == "calibrate":
+        return list(dict.fromkeys(row["seal"][:12] for row in value))
+    if name == "fit" and isinstance(value, list):
+        return [gigabytes(budget) for budget in value]
+    return value
 
 
 def _option(value: Json) -> str:
@@ -81,12 +90,8 @@ def ids(names: Sequence[str]) -> str:
 
 
 def _readings(items: Mapping[str, Json]) -> str:
-    short = (
-        f"{key.replace('_', ' ')} {amount(item['value'], item['unit'])}"
-        for key, item in items.items()
-        if not isinstance(item["value"], list)
-    )
-    return ", ".join(short)
+    single = ((key, item) for key, item in items.items() if is_reading(item) and not isinstance(item["value"], list))
+    return ", ".join(" ".join(named(key, {**item, "low": None})) for key, item in single)
 
 
 def _ranks(plan: Plan, page: Page) -> None:
@@ -119,18 +124,19 @@ def _step(plan: Plan, page: Page) -> None:
     rows: list[Row] = []
     for part in (*_PARTS, "total", "tokens_per_second"):
         cells = [_marked(step, part, bound) for step, bound in zip(steps, binding, strict=True)]
-        rows.append(([part.replace("_", " "), *cells], "bold" if part == "total" else ""))
+        label = named(part, next((step[part] for step in steps if part in step), {"chosen": None}))[0]
+        rows.append(([label, *cells], "bold" if part == "total" else ""))
     page.table(("part", *_headings(plan)), rows)
     page.line("(* the part that binds)")
     page.line()
     for name, item in plan["step"].items():
-        page.line(f"{name.replace('_', ' ')}: {told(item)}")
+        page.line(": ".join(named(name, item)))
 
 
 def _marked(step: Mapping[str, Any], part: str, bound: str | None) -> str:
     if part not in step:
         return ""
-    return told(step[part]) + (" *" if part == bound else "")
+    return named(part, step[part])[1] + (" *" if part == bound else "")
 
 
 def binds(rank: Mapping[str, Any]) -> str | None:
@@ -147,16 +153,17 @@ def _exchange(plan: Plan, page: Page) -> None:
     page.title("Exchange")
     for name, item in plan["exchange"].items():
         if name == "owners" and isinstance(item.get("chosen"), list):
-            counts = {owner: item["chosen"].count(owner) for owner in sorted(set(item["chosen"]))}
-            said = (
-                ", ".join(
-                    f"rank {owner} owns {many} matri{'x' if many == 1 else 'ces'}" for owner, many in counts.items()
-                )
-                or "none"
-            )
+            page.line(f"owners: {_owners(item['chosen'])}")
+        elif name == "calibration":
+            for part, curve in item.items():
+                page.line(f"calibration of {part.replace('_', ' ')}: {clean(curve['why'])}: {amount(curve['value'])}")
         else:
-            said = told(item)
-        page.line(f"{name.replace('_', ' ')}: {said}")
+            page.line(": ".join(named(name, item)))
+
+
+def _owners(chosen: Sequence[int]) -> str:
+    counts = ((owner, chosen.count(owner)) for owner in sorted(set(chosen)))
+    return ", ".join(f"rank {owner} owns {plural(many, 'matrix', 'matrices')}" for owner, many in counts) or "none"
 
 
 def _choices(plan: Plan, page: Page) -> None:
@@ -165,7 +172,7 @@ def _choices(plan: Plan, page: Page) -> None:
     for pointer, item in _decisions(plan):
         wanted = "" if item["asked"] is None else choice(item["asked"])
         chosen = choice(item["chosen"])
-        shown = chosen if len(chosen) <= 40 else f"{chosen[:37]}..."
+        shown = chosen if len(chosen) <= 40 else f"{chosen[:37].rstrip(', ')} ..."
         rows.append(([pointer, wanted, shown, item["outcome"], clean(item["why"])], _STYLES.get(item["outcome"], "")))
     page.table(("decision", "asked", "chosen", "outcome", "why"), rows)
 
@@ -190,7 +197,8 @@ def _rests(plan: Plan, page: Page) -> None:
     page.title("What the numbers rest on")
     counts = plan["counts"]
     weak = ", ".join(f"{many} {basis}" for basis, many in counts["weakest"].items() if many)
-    page.line(f"{counts['readings']} readings by weakest basis: {weak}; {counts['measurable']} can be measured")
+    readings = plural(counts["readings"], "reading")
+    page.line(f"{readings} by weakest basis: {weak}; {counts['measurable']} can be measured")
     made = ", ".join(f"{many} {outcome}" for outcome, many in counts["decisions"].items() if many)
     page.line(f"decisions: {made}", "yellow" if counts["fallbacks"] else "")
 
@@ -198,10 +206,10 @@ def _rests(plan: Plan, page: Page) -> None:
 def _runs(plan: Plan, page: Page) -> None:
     page.title("Runs")
     if not plan["runs"]:
-        page.line("none yet. Run it with: torchrun -m executor PLAN")
+        page.line(f"none yet. {next_step(plan, 'PLAN')}")
         return
     rows: list[Row] = []
-    for place, run in enumerate(plan["runs"]):
+    for place, run in enumerate(plan["runs"], 1):
         bits = run.get("bits_per_byte")
         cells = [
             str(place),

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from planner.next_step import next_step
 from planner.page import Page
 from planner.show import ids
-from planner.words import choice, clean, ranks, told
-from schemas.document import is_decision, walk
+from planner.words import choice, clean, gigabytes, plural, ranks, told
+from schemas.document import is_decision, is_reading, resolve, walk
 
 Plan = Mapping[str, Any]
+_WAY_OUT = "to know it, plan with --benchmark where the devices are, or with --calibrate after a run"
 _OUTSIDE = ("backward_peak", "optimizer_peak", "peak", "limit", "host")  # not parts of the device's peak
 
 
@@ -18,14 +20,14 @@ def summarise(plan: Plan, page: Page) -> None:
     """The plan in a few lines on ``page``."""
     work, step = plan["workload"], plan["step"]
     page.line(
-        f"plan {plan['seal']['digest'][:12]}: {clean(work['model'])}, {told(work['steps'])} steps of"
+        f"plan {plan['seal']['digest'][:12]}: {clean(work['model'])}, {plural(work['steps']['chosen'], 'step')} of"
         f" {told(step['global_batch'])} ({told(step['global_tokens'])})",
         "bold",
     )
     for rank in plan["ranks"]:
         page.line(f"  rank {ranks(rank['members'])}: {_rank(plan, rank)}")
-    page.line(f"  step: {told(step['seconds'])}, {told(step['tokens_per_second'])}; {told(step['regime'])}")
-    page.line(f"  {told(step['verdict'])}")
+    for line in _step(plan):
+        page.line(f"  {line}")
     for line in fit_lines(plan):
         page.line(f"  {line}")
     for pointer, item in walk(plan):
@@ -36,11 +38,30 @@ def summarise(plan: Plan, page: Page) -> None:
     page.line(
         f"  readings that rest on something assumed: {counts['assumed']}, on something unknown: {counts['unknown']}"
     )
+    page.line(f"  {next_step(plan, 'plan.json')}")
+
+
+def _step(plan: Plan) -> list[str]:
+    step = plan["step"]
+    if step["seconds"]["value"] is None:
+        unread = list(dict.fromkeys(_unread(plan, "/step/seconds")))
+        why = clean(resolve(plan, unread[0])["why"])
+        return [f"step: how long it takes is unknown, since {', '.join(unread)} could not be read ({why}); {_WAY_OUT}"]
+    lines = [f"step: {told(step['seconds'])}, {told(step['tokens_per_second'])}; {told(step['regime'])}"]
+    verdict = step["verdict"]
+    return [*lines, told(verdict) if verdict["value"] is not None else f"gain not known: {clean(verdict['why'])}"]
+
+
+def _unread(plan: Plan, pointer: str) -> list[str]:
+    """The unknown readings that the unknown reading at ``pointer`` rests on, and that rest on no other."""
+    items = ((source, resolve(plan, source)) for source in resolve(plan, pointer).get("inputs", ()))
+    below = [source for source, item in items if is_reading(item) and item["value"] is None]
+    return [leaf for source in below for leaf in _unread(plan, source)] or [pointer]
 
 
 def _rank(plan: Plan, rank: Mapping[str, Any]) -> str:
     count = rank["threads"]["chosen"] if "threads" in rank else 0
-    threads = f", {count} thread{'s' * (count != 1)}" if count else ""
+    threads = f", {plural(count, 'thread')}" if count else ""
     devices = plan["fleet"]["devices"].values()
     name = next(item["name"] for item in devices if rank["devices"][0] in item["ids"])
     where = f"{told(name)} ({ids(rank['devices'])})"
@@ -70,7 +91,8 @@ def _name(component: str) -> str:
 def _budget(budgets: Any, member: int) -> str:
     if not isinstance(budgets, list):
         return budgets or "off"
-    return f"{budgets[member if len(budgets) > 1 else 0] / 1e9:.1f}GB"
+    text = gigabytes(budgets[member if len(budgets) > 1 else 0])
+    return f"{text}GB" if "." in text or "e" in text else f"{text}.0GB"
 
 
 def _gib(value: float | None) -> str:

@@ -9,63 +9,114 @@ from schemas.form import Json
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _DECIMAL = ("", "k", "M", "G", "T", "P")
-_PREFIXED = ("B/s", "FLOP/s", "Hz")
+_PREFIXED = ("B/s", "FLOP/s", "FLOP", "Hz")
+_COUNTED = ("elements", "sequences", "tokens")  # units that are plurals
+DIGITS, MOST_DIGITS = 3, 6  # what is shown, and what a document keeps of a float
 
 
-def amount(value: Json, unit: str = "") -> str:
-    """``value`` of ``unit`` in a few characters: 1.5 GiB, 12.3 ms, 93.8 GFLOP/s; "unknown" for None."""
+def plural(count: Json, noun: str, many: str | None = None) -> str:
+    """``1 step``, ``4 steps``, ``unknown steps``; ``many`` is the plural where an s does not make it."""
+    number = "unknown" if count is None else f"{count:,}"
+    return f"{number} {noun if count == 1 else many or noun + 's'}"
+
+
+def amount(value: Json, unit: str = "", digits: int = DIGITS) -> str:
+    """``value`` of ``unit`` in a few characters: 1.5 GiB, 12.3 ms, 93.8 GFLOP/s; "unknown" for None.
+
+    A number with a prefix is shown with ``digits`` digits.
+    """
     if value is None:
         return "unknown"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return clean(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     if unit == "B":
-        return size(value)
+        return size(value, digits)
     if unit == "s":
-        return seconds(value)
+        return seconds(value, digits)
     if unit in _PREFIXED:
-        return _prefixed(value, unit)
+        return _prefixed(value, unit, digits)
     if unit.endswith("/s"):
-        return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
-    text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
-    return f"{text} {unit}".rstrip()
+        return f"{_short(float(value), digits)} {unit}"
+    number = f"{value:,}" if isinstance(value, int) else _short(value, MOST_DIGITS)
+    return f"{number} {unit[:-1] if value == 1 and unit in _COUNTED else unit}".rstrip()
 
 
-def size(value: float) -> str:
-    """Bytes with a binary prefix and 3 digits."""
+def _short(value: float, digits: int) -> str:
+    """``value`` with ``digits`` digits, and all those before the point: 1,234 rather than 1.23e+03."""
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e+" in text else text
+
+
+def size(value: float, digits: int = DIGITS) -> str:
+    """Bytes with a binary prefix."""
     scaled, place = float(value), 0
     while abs(scaled) >= 1000 and place < len(_BINARY) - 1:
         scaled, place = scaled / 1024, place + 1
-    return f"{value:,} B" if place == 0 and isinstance(value, int) else f"{scaled:.3g} {_BINARY[place]}"
+    return f"{value:,} B" if place == 0 and isinstance(value, int) else f"{_short(scaled, digits)} {_BINARY[place]}"
 
 
-def seconds(value: float) -> str:
-    """Seconds with 3 digits, in s, ms or us."""
+def gigabytes(budget: int) -> str:
+    """Bytes in GB (10^9) with up to 6 digits: 16, 0.05."""
+    return f"{budget / 1e9:.6g}"
+
+
+def seconds(value: float, digits: int = DIGITS) -> str:
+    """Seconds in s, ms or us."""
     for least, factor, unit in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms")):
         if abs(value) >= least:
-            return f"{value * factor:.3g} {unit}" if abs(value) < 1000 else f"{value:,.0f} s"
-    return "0 s" if value == 0 else f"{value * 1e6:.3g} us"
+            return f"{_short(value * factor, digits)} {unit}"
+    return "0 s" if value == 0 else f"{_short(value * 1e6, digits)} us"
 
 
-def _prefixed(value: float, unit: str) -> str:
+def _prefixed(value: float, unit: str, digits: int) -> str:
     scaled, place = float(value), 0
     while abs(scaled) >= 1000 and place < len(_DECIMAL) - 1:
         scaled, place = scaled / 1000, place + 1
-    return f"{scaled:.3g} {_DECIMAL[place]}{unit}"
+    return f"{_short(scaled, digits)} {_DECIMAL[place]}{unit}"
+
+
+def exactly(value: Json, unit: str = "") -> str:
+    """``value`` as its document has it, in its own unit, whole numbers with separators."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,} {unit}".rstrip()
+    return f"{clean(json.dumps(value, ensure_ascii=False))} {unit}".rstrip()
 
 
 def span(item: Mapping[str, Json]) -> str:
-    """``low..high`` of a reading or a measured line; empty where it has none."""
+    """``low .. high unit`` of a reading or a measured line; empty where it has none, or ends that read alike."""
     if item.get("low") is None or item.get("high") is None:
         return ""
-    return f"{amount(item['low'], item['unit'])} .. {amount(item['high'], item['unit'])}"
+    return ends(item["low"], item["high"], item["unit"])
+
+
+def ends(low: float, high: float, unit: str) -> str:
+    """``3.69 .. 20.8 ms``: the unit once where both have it; empty where both read alike."""
+    first, last = amount(low, unit), amount(high, unit)
+    number, _, prefixed = first.rpartition(" ")
+    if first == last:
+        return ""
+    return f"{number if number and last.endswith(' ' + prefixed) else first} .. {last}"
 
 
 def told(item: Mapping[str, Json]) -> str:
     """A reading with its range, or what a decision chose."""
     if "chosen" in item:
         return choice(item["chosen"])
-    text, ends = amount(item["value"], item["unit"]), span(item)
-    return f"{text} ({ends})" if ends else text
+    text, range_ = amount(item["value"], item["unit"]), span(item)
+    return f"{text} ({range_})" if range_ else text
+
+
+def named(key: str, item: Mapping[str, Json]) -> tuple[str, str]:
+    """How ``key`` and ``item`` read beside each other; what the unit or the name says is not said twice."""
+    label, text = key.replace("_", " "), told(item)
+    if label == "seconds" or label.endswith(" seconds"):
+        return f"{label.removesuffix('seconds')}time", text
+    unit = item.get("unit", "")
+    if unit and label.endswith(f" {unit}s"):  # vector bits: 512 bit
+        return label.removesuffix(f" {unit}s"), text
+    if unit.removesuffix("/s") in _COUNTED and unit.replace("/s", " per second") in label:  # global tokens: 128 tokens
+        return label, text.replace(f" {unit}", "")
+    return label, text
 
 
 def choice(chosen: Json) -> str:

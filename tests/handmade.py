@@ -136,8 +136,11 @@ def plan(**changes: Any) -> dict[str, Any]:
     return seal(body(**changes))
 
 
-def run(plan: dict[str, Any], measured: dict[str, Any], absent: dict[str, str] | None = None) -> dict[str, Any]:
-    """``plan`` with one more run, whose ``measured`` gives a value for each label (pointer, and " @rank")."""
+def run(
+    plan: dict[str, Any], measured: dict[str, Any], absent: dict[str, str] | None = None, **line_has: Any
+) -> dict[str, Any]:
+    """``plan`` with one more run, whose ``measured`` gives a value for each label (pointer, and " @rank"); each of its
+    lines holds ``line_has`` too."""
     from schemas.document import resolve
 
     lines = {}
@@ -145,7 +148,7 @@ def run(plan: dict[str, Any], measured: dict[str, Any], absent: dict[str, str] |
         item = resolve(plan, label.split(" @")[0])
         line = {"predicted": item.get("value", item.get("chosen")), "value": value, "unit": item.get("unit", "")}
         line |= {end: item[end] for end in ("low", "high") if end in item}
-        lines[label] = {**line, "statistic": "median", "samples": 10, "instrument": "perf_counter"}
+        lines[label] = {**line, "statistic": "median", "samples": 10, "instrument": "perf_counter", **line_has}
     entry = {
         "id": f"r{len(plan['runs'])}",
         "start": "2026-01-01T00:00:00Z",

@@ -55,6 +55,22 @@ def test_fail_over_ends_with_one_and_the_rows_are_printed_all_the_same(plan: str
     assert front.main(["diff", plan]) == 0
 
 
+def test_a_limit_of_a_kind_that_nothing_is_of_is_wrong_usage(run_plan: str, plan: str, capsys: Any) -> None:
+    for path in (run_plan, plan):
+        assert front.main(["diff", path, "--fail-over", "fit=1"]) == 2
+        out, err = capsys.readouterr()
+        assert not out
+        assert "--fail-over fit=1: this plan has no measurable row of that kind; it has memory, step" in err
+
+
+def test_runs_are_counted_from_one(run_plan: str, capsys: Any) -> None:
+    assert front.main(["diff", run_plan, "--run", "1"]) == 0
+    assert "run 1 of 1: finished after 60 steps." in capsys.readouterr().out
+    assert front.main(["diff", run_plan, "--run", "0"]) == 2
+    assert front.main(["diff", run_plan, "--run", "2"]) == 2
+    assert "the plan has 1 run, counted from 1" in capsys.readouterr().err
+
+
 def test_json_is_a_document_of_the_diff_schema(run_plan: str, capsysbinary: Any) -> None:
     assert front.main(["diff", "--format", "json", run_plan]) == 0
     assert json.loads(capsysbinary.readouterr().out)["format"] == "dormouse.diff"
@@ -65,7 +81,11 @@ def test_json_is_a_document_of_the_diff_schema(run_plan: str, capsysbinary: Any)
     [
         (["show", "nowhere.json"], "nowhere.json: cannot be read"),
         (["show"], "required: PLAN"),
-        (["report"], "unrecognized arguments: report"),
+        (["report"], "there is no command 'report': one of probe, show, diff, verify"),
+        (["report", "--help"], "there is no command 'report'"),
+        (["--fit-policy", "in-order"], "--fit-policy in-order needs --fit: without a budget"),
+        (["--fit-policy", "in-order", "--fit", "off"], "needs --fit other than off"),
+        (["--opt", "adamw", "--set", "muon_lr=0.1"], "--set muon_lr needs --opt muon"),
         (["--batch", "0"], "--batch is 0: the least is 1"),
         (["--devices", "RTX3060"], "is several cards: one of rtx-3060-8gb, rtx-3060-12gb"),
         (["--devices", "nowhere.json"], "nowhere.json: cannot be read"),
@@ -95,7 +115,7 @@ def test_a_changed_byte_is_code_two_for_every_command(run_plan: str, tmp_path: P
 
 
 def test_two_plans_take_neither_limits_nor_a_run(plan: str, capsys: Any) -> None:
-    for more in (["--fail-over", "5"], ["--run", "0"]):
+    for more in (["--fail-over", "5"], ["--run", "1"]):
         assert front.main(["diff", plan, plan, *more]) == 2
         assert "not two plans" in capsys.readouterr().err
 
