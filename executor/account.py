@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -25,10 +26,11 @@ from torch import Tensor, nn
 
 from executor.count import Counts, Form, Tally, bilinear
 from executor.count_updates import adamw_counts, apply_counts, newton_schulz_counts
+from executor.guest import guarded
 from executor.mechanisms import muon_state_bf16, recompute
 from executor.optim.routing import Routed, split
 from executor.phantom import phantoms
-from executor.workloads import Module, configure, resolve, values
+from executor.workloads import Module, build, configure, is_ours, resolve, values
 from planner.door import BadWorkload, KernelRow, Value, Workload
 
 GRANULE = 16
@@ -42,11 +44,17 @@ def account(request: Mapping[str, Any]) -> dict[str, Any]:
     """The body of the account, unsealed. Raises BadWorkload for a fault of the user."""
     model, settings, opt = _checked(request)
     workload = resolve(model)
+    with guarded(f"--model {model}", is_ours(workload)):
+        return _body(workload, model, settings, opt)
+
+
+def _body(workload: Workload, model: str, settings: Mapping[str, str], opt: str) -> dict[str, Any]:
+    label = f"--model {model}"
     config = configure(workload, settings)
     chosen = values(config)
     kernels = planned_kernels(workload, chosen)
     with torch.device("meta"):
-        whole = workload.build(chosen, kernels)
+        whole = build(workload, chosen, kernels, label)
     routed = split(whole, opt)
     return {
         "format": "dormouse.account",
@@ -68,7 +76,7 @@ def account(request: Mapping[str, Any]) -> dict[str, Any]:
         "shapes": newton_schulz_counts(routed, chosen),
         "apply": apply_counts(routed, chosen),
         "adamw": adamw_counts(routed, chosen),
-        "compute": _compute(workload, chosen, kernels, bool(recompute.blocks(whole))),
+        "compute": _compute(workload, chosen, kernels, bool(recompute.blocks(whole)), label),
         "kernels": {kernel: [dict(row) for row in rows] for kernel, rows in workload.kernels.items()},
         "mechanisms": _mechanisms(whole, opt),
     }
@@ -135,7 +143,7 @@ def _mechanisms(model: nn.Module, opt: str) -> dict[str, dict[str, Any]]:
 
 
 def _compute(
-    workload: Workload, chosen: Mapping[str, Value], kernels: Mapping[str, str], has_blocks: bool
+    workload: Workload, chosen: Mapping[str, Value], kernels: Mapping[str, str], has_blocks: bool, label: str
 ) -> dict[str, dict[str, dict[str, Form]]]:
     """Forward and backward of a micro-batch, by compute dtype and variant, at the configured depth."""
     key = workload.depth
@@ -146,7 +154,7 @@ def _compute(
     for layers in depths:
         config = {**chosen, key: layers} if key else chosen
         with phantoms(), torch.device("cpu"):
-            model = workload.build(config, kernels)
+            model = build(workload, config, kernels, label)
             for variant in variants:
                 if variant == "recompute":
                     recompute.apply(model)
@@ -177,16 +185,20 @@ def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Counts:
     targets = torch.zeros_like(inputs)
     known: list[Tensor] = [inputs, targets]
     for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        known += [parameter, parameter.grad]
+        known.append(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            known.append(parameter.grad)
     known += list(model.buffers())
     autocast = torch.autocast(device.type, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext()
     with Tally(known) as tally:
         with autocast:
             loss = model(inputs, targets)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TypeError(f"forward(inputs, targets) gives {found}; it must give the mean cross-entropy, a scalar")
         saved = tally.live
-        loss.backward()
+        torch.autograd.backward(loss)
     return {"flops": tally.flops, "bytes": tally.bytes, "launches": tally.launches, "saved": saved, "peak": tally.peak}
 
 
@@ -219,22 +231,33 @@ class _NoCompiler(ModuleType):
             torch._dynamo = sys.modules[name]
 
 
+def _stdout_for_the_account() -> int:
+    """A descriptor of stdout that no one else writes to: what a user's code prints goes to stderr from here on."""
+    sys.stdout.flush()
+    kept = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = sys.stderr
+    return kept
+
+
 def main() -> int:
     """Request on stdin, sealed account on stdout; exit code 2 and one line on stderr for a fault of the user."""
     from schemas.form import Unfaithful, parse, render
     from schemas.seal import seal
 
+    stdout = _stdout_for_the_account()
     _NoCompiler.install()
     gc.disable()  # a short life with few cycles: collecting would cost a tenth of it
     try:
         request = parse(sys.stdin.buffer.read(), "request")
         if not isinstance(request, dict):
             raise BadWorkload("the request must be a JSON object")
-        body = account(request)
+        document = render(seal(account(request)))
     except (BadWorkload, Unfaithful) as error:
         print(f"dormouse: {error}", file=sys.stderr)
         return 2
-    sys.stdout.buffer.write(render(seal(body)))
+    with open(stdout, "wb") as file:
+        file.write(document)
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,9 @@ from executor.optim.adamw import AdamW
 from executor.optim.muon import Muon
 from executor.optim.routing import Routed, split
 from executor.precision import DTYPES
-from executor.slices import DataSlice, RankSlice, WorkSlice
-from executor.workloads import resolve
+from executor.slices import DataSlice, RankSlice, Source, WorkSlice
+from executor.workloads import build, resolve
+from planner.data import least_length
 from planner.door import BadWorkload, Workload
 from schemas.store import unwritable_reason
 
@@ -44,19 +47,54 @@ def device_of(kind: str) -> torch.device:
     return torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
 
 
-def open_corpora(sources: Sequence[tuple[str, int]], places: Sequence[Path]) -> list[Corpus]:
+def open_corpora(sources: Sequence[Source], places: Sequence[Path]) -> list[Corpus]:
     """The corpora of the plan's ``sources``; ``places`` says, in their order, where those other than stdlib lie.
+
+    Without places, files of the planned names are taken from the working folder. Which bytes they must be is sealed.
 
     Raises:
         BadPlace: too few or too many places.
         BadData: a place that cannot be read.
     """
-    files = [name for name, _ in sources if name != "stdlib"]
-    if len(places) != len(files):
-        wanted = ", ".join(files) or "none: it trains on the standard library"
-        raise BadPlace(f"--data names {len(places)} file(s); the plan's sources are {len(files)} ({wanted})")
-    lies = dict(zip(files, places, strict=True))
-    return [stdlib_corpus() if name == "stdlib" else open_corpus(lies[name], name) for name, _ in sources]
+    files = [source for source in sources if source.name != "stdlib"]
+    lies = dict(zip((source.name for source in files), places or _found_here(files), strict=False))
+    if len(places) > len(files) or len(lies) < len(files):
+        raise BadPlace(_where_data_lies(files, places))
+    return [stdlib_corpus() if name == "stdlib" else open_corpus(lies[name], name) for name, *_ in sources]
+
+
+def _found_here(files: Sequence[Source]) -> list[Path]:
+    """The files of the planned names and lengths in the working folder; none where one of them is missing."""
+    here = [Path(source.name) for source in files if Path(source.name).name == source.name]
+    if not files or len(here) < len(files):
+        return []
+    if not all(path.is_file() and path.stat().st_size == file.length for path, file in zip(here, files, strict=True)):
+        return []
+    _say(f"no --data is given: reading {', '.join(map(str, here))} of the working folder")
+    return here
+
+
+def _where_data_lies(files: Sequence[Source], places: Sequence[Path]) -> str:
+    given = f"--data {','.join(map(str, places))}: "
+    if not files:
+        return f"{given}the plan trains on the running Python's standard library and takes no --data"
+    wanted = ", ".join(map(_shown, files))
+    where = "where it lies" if len(files) == 1 else "where they lie, in this order"
+    how = f"say {where}: --data {','.join(['PATH'] * len(files))}"
+    if not places:
+        missing = "which is not" if len(files) == 1 else "which are not all"
+        return f"the plan trains on {wanted}, {missing} in the working folder: {how}"
+    return f"{given}{len(places)} place{'s' * (len(places) != 1)}; the plan trains on {wanted}: {how}"
+
+
+def _shown(source: Source) -> str:
+    return f"{source.name} ({source.length} bytes, SHA-256 {str(source.sha256)[:12]})"
+
+
+def _say(message: str) -> None:
+    """Once for all ranks, on stderr."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"dormouse: {message}", file=sys.stderr, flush=True)
 
 
 def require_folder(folder: Path) -> None:
@@ -68,20 +106,20 @@ def require_folder(folder: Path) -> None:
 
 
 def reader(corpora: Sequence[Corpus], data: DataSlice) -> Reader:
-    """Windows by slot. Raises BadData where a corpus is too short."""
-    weights = [weight for _, weight in data.sources]
+    """Windows by slot. Raises BadData where a corpus is too short, BadPlace where that is not the planned file."""
+    for corpus, source in zip(corpora, data.sources, strict=True):
+        if source.length is not None and len(corpus.data) < least_length(data.stride):  # the plan's own is long enough
+            raise BadPlace(f"--data: the plan trains on {_shown(source)}; the file given has {len(corpus.data)} bytes")
+    weights = [source.weight for source in data.sources]
     return Reader(list(zip(corpora, weights, strict=True)), data.seed, data.stride)
 
 
 def model(work: WorkSlice, kernels: dict[str, str]) -> tuple[Workload, nn.Module]:
     """The workload and its model in fp32 on the CPU, the same on every rank of a seed. Raises BadWorkload."""
-    workload = resolve(work.model)
+    asked = "the plan's model"
+    workload = resolve(work.model, asked, _say)
     torch.manual_seed(work.seed)
-    try:
-        built: nn.Module = workload.build(dict(work.config), kernels)
-    except KeyError as error:
-        raise BadWorkload(f"{work.model} asks for the key {error} that the plan does not hold") from None
-    return workload, built.float()
+    return workload, build(workload, work.config, kernels, f"{asked} {work.model}").float()
 
 
 def settle(built: nn.Module, rank: RankSlice) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from schemas.form import Json
 
@@ -35,14 +35,23 @@ class WorkSlice:
     config: Mapping[str, Any]
 
 
+class Source(NamedTuple):
+    """One source of data; ``length`` in bytes and ``sha256`` are None where they are bound at the start (stdlib)."""
+
+    name: str
+    weight: int
+    length: int | None
+    sha256: str | None
+
+
 @dataclass(frozen=True)
 class DataSlice:
     """Which windows this rank reads: ``offset`` is its first slot in each step's ``global_batch`` of slots.
 
-    ``sources`` are (name, weight); ``stride`` is the longest sequence of the fleet.
+    ``stride`` is the longest sequence of the fleet.
     """
 
-    sources: tuple[tuple[str, int], ...]
+    sources: tuple[Source, ...]
     seed: int
     stride: int
     global_batch: int
@@ -111,7 +120,10 @@ def data_slice(plan: Mapping[str, Json], rank: int) -> DataSlice:
     sizes = [_sizes(plan, other) for other in range(world_size(plan))]
     batch, seq = sizes[rank]
     return DataSlice(
-        sources=tuple((source["name"], source["weight"]) for source in plan["workload"]["data"]["sources"]),
+        sources=tuple(
+            Source(row["name"], row["weight"], row["length"]["value"], row["sha256"]["value"])
+            for row in plan["workload"]["data"]["sources"]
+        ),
         seed=plan["workload"]["seed"]["chosen"],
         stride=max(length for _, length in sizes),
         global_batch=sum(count for count, _ in sizes),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from executor.guest import told
 from executor.kernels import registry
 from executor.precision import Products, compute_in
 from schemas.form import Json
@@ -20,19 +21,20 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
     """Run it outside DDP, and say what ran on ``rank``.
 
     Returns:
-        ``error``: what it raised, else None; ``finite``, and ``nonfinite``: the loss and the gradients that are not;
+        ``error``: what it raised, else None; ``nonfinite``: of the loss and the gradients, those that are not finite;
+        ``unused``: the trainable parameters that no gradient reached;
         ``dtype``: of the products with parameters, by the largest share of their FLOPs (None where there are none);
         ``kernels``: of each kernel, the choice that ran (several: separated by commas).
     """
     registry.calls.clear()
-    products, bad = Products(), []
+    products, nonfinite, unused = Products(), list[str](), list[str]()
     try:
         with products:
             with compute_in(dtype, inputs.device.type):
                 loss = model(inputs, targets)
             torch.autograd.backward(loss)
-        bad = _not_finite(model, loss.detach())
-    except (RuntimeError, NotImplementedError) as error:  # what a kernel raises that does not serve this device
+        nonfinite, unused = _not_finite(model, loss.detach()), _without_gradient(model)
+    except (Exception, SystemExit) as error:  # of a kernel that does not serve the device, or of a user's code
         return failed(rank, error)
     model.zero_grad(set_to_none=False)
     ran: dict[str, list[str]] = {}
@@ -41,28 +43,29 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
     return {
         "rank": rank,
         "error": None,
-        "finite": not bad,
-        "nonfinite": bad,
+        "nonfinite": nonfinite,
+        "unused": unused,
         "dtype": products.ran(),
         "kernels": {kernel: ", ".join(choices) for kernel, choices in ran.items()},
     }
 
 
-def failed(rank: int, error: Exception) -> dict[str, Json]:
+def failed(rank: int, error: BaseException) -> dict[str, Json]:
     """The row of a rank that ``error`` kept from a smoke launch."""
-    words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
-    return {"rank": rank, "error": words, "finite": False, "nonfinite": [], "dtype": None, "kernels": {}}
+    return {"rank": rank, "error": told(error), "nonfinite": [], "unused": [], "dtype": None, "kernels": {}}
 
 
 def _not_finite(model: nn.Module, loss: Tensor) -> list[str]:
-    """The loss and the gradients that are not finite, and parameters without one (DDP would wait for it for ever)."""
     bad = [] if torch.isfinite(loss) else ["loss"]
     for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            bad += [f"gradient of {name} (it has none)"] if parameter.requires_grad else []
-        elif not torch.isfinite(parameter.grad).all():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
             bad.append(f"gradient of {name}")
     return bad
+
+
+def _without_gradient(model: nn.Module) -> list[str]:
+    """Of these DDP would wait for the gradient for ever."""
+    return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
 def build_buckets(

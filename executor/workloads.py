@@ -7,21 +7,24 @@ model's keys and the runtime's. Every fault of the user is a BadWorkload that na
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from math import isfinite
 from typing import Any
 
-from planner.door import BadWorkload, ConfigRow, KernelRow, Key, Sizes, Value, Workload
+from torch import nn
+
+from executor.guest import guarded, load
+from planner.door import BadWorkload, ConfigRow, KernelRow, Key, Kind, Sizes, Value, Workload
 
 GROUP = "dormouse.workloads"
+_KEY_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_KINDS: dict[type, Kind] = {int: "int", float: "float", str: "text"}
+"""Kinds of the defaults that can be keys. Not bool, and no subclass: a plan could not give them back as they were."""
 
 RUNTIME: tuple[Key, ...] = (
     Key("muon_lr", "float", 0.02, "peak learning rate of Muon", 0.0, 10.0),
@@ -42,13 +45,19 @@ RUNTIME: tuple[Key, ...] = (
 )
 
 
-def resolve(spec: str) -> Workload:
-    """The workload of a preset's name or of ``module:attribute``. Raises BadWorkload."""
+def resolve(spec: str, asked: str = "--model", say: Callable[[str], None] | None = None) -> Workload:
+    """The workload of a preset's name or of ``module:attribute``. Raises BadWorkload.
+
+    Args:
+        asked: who names the model, in a message: an option, or the plan.
+        say: told, in one line, which file is imported where that is not Dormouse's own; it is told before.
+    """
     presets = {point.name: point for point in entry_points(group=GROUP)}
+    label = f"{asked} {spec}"
     if spec in presets:
-        found: Any = presets[spec].load()
+        found = _preset(presets[spec], label, say)
     elif ":" in spec:
-        found = _attribute(spec)
+        found = _attribute(spec, label, say)
     else:
         raise BadWorkload(f"no model {spec!r}{_hint(spec, presets)}; a model of your own is named module:attribute")
     if isinstance(found, Workload) and not isinstance(found, type):
@@ -58,30 +67,42 @@ def resolve(spec: str) -> Workload:
     raise BadWorkload(f"{spec} is a {type(found).__name__}; it must be a workload, or a callable that gives a module")
 
 
-def _attribute(spec: str) -> Any:
+def _preset(point: EntryPoint, label: str, say: Callable[[str], None] | None) -> Any:
+    if point.module.partition(".")[0] != "executor":
+        load(point.module, label, say)
+    with guarded(label, point.module.partition(".")[0] == "executor"):
+        return point.load()
+
+
+def _attribute(spec: str, label: str, say: Callable[[str], None] | None) -> Any:
     module_name, _, path = spec.partition(":")
-    with _working_folder_last():
-        try:
-            found: Any = importlib.import_module(module_name)
-        except Exception as error:  # the module is the user's: whatever it raises is told in one line
-            what = f"{type(error).__name__}: {error}"
-            raise BadWorkload(f"--model {spec}: cannot import {module_name!r}: {what}") from error
+    found: Any = load(module_name, label, say)
     for part in path.split("."):
-        if not hasattr(found, part):
-            raise BadWorkload(f"--model {spec}: {found.__name__!r} has no attribute {part!r}")
-        found = getattr(found, part)
+        with guarded(label):
+            if not hasattr(found, part):
+                at = f" ({found.__file__})" if getattr(found, "__file__", None) else ""
+                raise BadWorkload(f"{label}: {getattr(found, '__name__', found)!r}{at} has no attribute {part!r}")
+            found = getattr(found, part)
     return found
 
 
-@contextmanager
-def _working_folder_last() -> Iterator[None]:
-    """The working folder at the end of the import path, so that it can add modules but shadow none."""
-    folder = os.getcwd()
-    sys.path.append(folder)
-    try:
-        yield
-    finally:
-        del sys.path[len(sys.path) - 1 - sys.path[::-1].index(folder)]
+def is_ours(workload: Workload) -> bool:
+    """Whether the model is Dormouse's own."""
+    return not isinstance(workload, Module) and type(workload).__module__.partition(".")[0] == "executor"
+
+
+def build(workload: Workload, config: Mapping[str, Value], kernels: Mapping[str, str], label: str) -> nn.Module:
+    """The module that ``workload`` builds; ``label`` begins the message of a BadWorkload."""
+    with guarded(label, is_ours(workload)):
+        missing = [key.name for key in workload.keys if key.name not in {*config, *kernels}]
+        if missing:
+            raise BadWorkload(f"{label} asks for the key {', '.join(missing)}, which the plan does not hold: plan anew")
+        built = workload.build(config, kernels)
+        if not isinstance(built, nn.Module):
+            raise BadWorkload(f"{label}: gives a {type(built).__name__}; it must give a torch.nn.Module")
+        if not any(parameter.requires_grad for parameter in built.parameters()):
+            raise BadWorkload(f"{label}: has no parameter to train")
+        return built
 
 
 def _default_sizes() -> Sizes:
@@ -99,15 +120,26 @@ class Module:
 
     @property
     def keys(self) -> Sequence[Key]:
-        """One key for each parameter; raises BadWorkload where a parameter has no int, float or str default."""
-        found = []
-        for name, parameter in inspect.signature(self.factory).parameters.items():
-            default = parameter.default
-            if isinstance(default, bool) or not isinstance(default, int | float | str):
-                raise BadWorkload(f"{self.name}: parameter {name!r} needs a default that is an int, float or str")
-            kind = {int: "int", float: "float", str: "text"}[type(default)]
-            found.append(Key(name, kind, default, f"default of {self.name}"))  # type: ignore[arg-type]
-        return tuple(found)
+        """One key for each parameter, without ``*args`` and ``**kwargs``.
+
+        Raises BadWorkload where a parameter has no int, float or str default, or a name that no key can have.
+        """
+        try:
+            parameters = inspect.signature(self.factory).parameters.values()
+        except (TypeError, ValueError):
+            raise BadWorkload(f"{self.name}: Python does not tell its parameters; give a class or a function") from None
+        return tuple(self._key(item) for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD))
+
+    def _key(self, parameter: inspect.Parameter) -> Key:
+        name, default = parameter.name, parameter.default
+        kind = _KINDS.get(type(default))
+        if kind is None or (isinstance(default, float) and not isfinite(default)):
+            raise BadWorkload(f"{self.name}: parameter {name!r} needs a default that is an int, float or str")
+        if not _KEY_NAME.fullmatch(name) or parameter.kind is parameter.POSITIONAL_ONLY:
+            raise BadWorkload(
+                f"{self.name}: parameter {name!r} cannot be set by --set: it must be a keyword of a-z, 0-9 and _"
+            )
+        return Key(name, kind, default, f"default of {self.name}")
 
     @property
     def kernels(self) -> Mapping[str, Sequence[KernelRow]]:

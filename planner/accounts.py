@@ -9,9 +9,12 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -27,6 +30,8 @@ WORKLOADS = "dormouse.workloads"
 # What decides an account's content: how it is counted, and the form it is written in.
 _PACKAGES = ("executor", "schemas")
 _SUFFIXES = (".py", ".json")
+_SAYS = "dormouse: "  # begins the one line in which the subprocess tells a fault of the user
+_MOST_KEPT = 64
 
 
 def account(
@@ -55,11 +60,11 @@ def account(
             return load(path, KIND)
         except Unfaithful as error:
             say(f"the cached account is not faithful and is made again: {error}")
-    data = (make or _subprocess)(json.dumps(made_from).encode())
+    data = (make or partial(_subprocess, model))(json.dumps(made_from).encode())
     try:
         found = loads(data, KIND, f"account of {model}")
     except Unfaithful as error:
-        raise Usage(f"executor.account wrote no faithful account: {error}") from None
+        raise Usage(f"--model {model}: the account that was made of it is not faithful: {error}") from None
     if path is not None:
         _keep(path, found, say)
     return found
@@ -71,9 +76,20 @@ def _keep(path: Path, found: Json, say: Callable[[str], None]) -> None:
         write(path, found)
     except OSError as error:
         say(f"the account was not cached: {path.parent}: {error.strerror}")
+    else:
+        _prune(path)
 
 
-def _subprocess(data: bytes) -> bytes:
+def _prune(kept: Path) -> None:
+    """Remove all but the newest accounts beside ``kept``. One that is left over costs nothing: no failure is told."""
+    with suppress(OSError):
+        others = [path for path in kept.parent.glob("*.json") if path != kept]
+        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in others[_MOST_KEPT - 1 :]:
+            path.unlink(missing_ok=True)
+
+
+def _subprocess(model: str, data: bytes) -> bytes:
     # No card is needed to count a model, and asking for one would cost seconds and memory.
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", "-m", "executor.account"]
@@ -82,13 +98,33 @@ def _subprocess(data: bytes) -> bytes:
             command, input=data, capture_output=True, timeout=DEADLINE_SECONDS, env=environ, check=False
         )
     except subprocess.TimeoutExpired:
-        raise Usage(f"executor.account gave no account within {DEADLINE_SECONDS} s") from None
-    if done.returncode == 0:
+        raise Usage(f"--model {model}: it could not be counted within {DEADLINE_SECONDS} s") from None
+    lines = done.stderr.decode("utf-8", "replace").splitlines()
+    faults = [line for line in lines if line.startswith(_SAYS)]
+    if done.returncode == 2 and faults:
+        _pass_on(model, [line for line in lines if line != faults[-1]])
+        raise Usage(faults[-1].removeprefix(_SAYS))
+    if done.returncode == 0 and done.stdout:
+        _pass_on(model, lines)
         return done.stdout
-    lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"]
-    if done.returncode == 2:
-        raise Usage(lines[-1].removeprefix("dormouse: "))
-    raise Usage(f"executor.account ended with {done.returncode}: {lines[-1]}")
+    raise Usage(f"--model {model}: {_ended(done.returncode, lines)}")
+
+
+def _pass_on(model: str, lines: Sequence[str]) -> None:
+    """What a user's own code printed while it was counted, on stderr: stdout is the plan's."""
+    if not _is_own(model):
+        for line in lines:
+            print(line, file=sys.stderr)
+
+
+def _ended(code: int, lines: Sequence[str]) -> str:
+    """Why the subprocess gave neither an account nor a message of its own."""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+    if code < 0:
+        return f"the process that counted it was ended by {signal.Signals(-code).name}"
+    if code == 0 or last is None:
+        return f"its code ended the process that counted it, with exit code {code}"
+    return f"it could not be counted: {last}"
 
 
 def _cached_at(made_from: Mapping[str, Json], folder: Path | None) -> Path | None:

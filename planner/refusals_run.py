@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from planner.layout import device_pointer
 from planner.likeness import node_count
@@ -178,14 +178,50 @@ def record_unwritable(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 def smoke_failed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     for row in facts["smoke"]:
-        if row["error"] is not None or not row["finite"]:
+        asked = f"one discarded forward and backward on rank {row['rank']}"
+        entry = entry_of(plan, row["rank"])
+        if row["error"] is not None:
+            yield Refusal("smoke-failed", asked, row["error"], *_raised(entry, row["error"]))
+        if row["unused"]:
             yield Refusal(
                 "smoke-failed",
-                f"one discarded forward and backward on rank {row['rank']}",
-                row["error"] or f"not finite: {', '.join(row['nonfinite'])}",
-                "the planned kernels and dtype do not come through on this very device",
-                "plan another dtype (--dtype fp32) or kernel (--set KERNEL=NAME)",
+                asked,
+                f"no gradient reached {_some(row['unused'])}",
+                "a parameter outside of the loss is never trained, and ranks would wait for its gradient for ever",
+                "use it in forward, remove it, or leave it untrained: requires_grad_(False) on it in __init__",
             )
+        if row["nonfinite"]:
+            options = _other_options(entry)
+            yield Refusal(
+                "smoke-failed",
+                asked,
+                f"not finite: {_some(row['nonfinite'])}",
+                "a run that starts from an infinity or a NaN trains nothing",
+                "mend the model: its loss, initial values, or an overflow in them"
+                + (f"; or plan {' or '.join(options)}" if options else ""),
+            )
+
+
+def _raised(entry: Facts, error: str) -> tuple[str, str]:
+    """Why, and the way out, for a smoke launch of ``entry`` that raised ``error``."""
+    if error.startswith("OutOfMemoryError"):
+        return "the device's memory does not hold the run", "plan within it: --fit auto, or a smaller --batch"
+    options, kernels = _other_options(entry), [f"{name}={item['chosen']}" for name, item in entry["kernels"].items()]
+    with_what = f" with {', '.join(kernels)}" if kernels else ""
+    why = f"what the plan holds, {entry['dtype']['chosen']}{with_what}, does not come through on this very device"
+    mend = "mend the model where it raises this"
+    return why, f"plan {' or '.join(options)}; or {mend}" if options else mend
+
+
+def _other_options(entry: Facts) -> list[str]:
+    """Options of another dtype or kernel, where the plan of ``entry`` has any but the plainest."""
+    dtypes = [] if entry["dtype"]["chosen"] == "fp32" else ["another dtype (--dtype fp32)"]
+    return dtypes + [f"another kernel (--set {name}=NAME)" for name in entry["kernels"]]
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
 
 
 def kernel_differs(plan: Facts, facts: Facts) -> Iterator[Refusal]:

@@ -112,7 +112,8 @@ def test_the_smoke_launch_leaves_no_trace(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     row = smoke.launch(0, model, tokens, tokens, "fp32")
-    assert (row["finite"], row["dtype"], row["kernels"]) == (True, "fp32", {"kda": "chunk_torch"})
+    assert (row["error"], row["nonfinite"], row["unused"]) == (None, [], [])
+    assert (row["dtype"], row["kernels"]) == ("fp32", {"kda": "chunk_torch"})
     assert torch.equal(torch.get_rng_state(), state)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,87 @@ def test_a_cache_that_takes_no_file_is_said_and_planning_goes_on(tmp_path: Path)
 
 def test_an_account_that_is_not_faithful_is_not_believed(tmp_path: Path) -> None:
     _, say = _said()
-    with pytest.raises(Usage, match="no faithful account"):
+    with pytest.raises(Usage, match=r"--model tiny: .* is not faithful"):
         accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=_Maker(b"{}"))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_newest_accounts_are_kept_and_the_one_just_made_among_them(tmp_path: Path) -> None:
+    folder = tmp_path / "accounts"
+    folder.mkdir()
+    for place in range(70):
+        (folder / f"{place:02}.json").write_text("older")
+        os.utime(folder / f"{place:02}.json", (place + 2**32, place + 2**32))  # a clock that was wrong
+    (folder / "notes.txt").write_text("not an account")
+    maker, (lines, say) = _Maker(_account()), _said()
+    accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker)
+    left = {path.name for path in folder.iterdir()}
+    assert {f"{place:02}.json" for place in range(7, 70)} | {"notes.txt"} < left and len(left) == 65
+    accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker)
+    assert len(maker.asked) == 1 and not lines
+
+
+def test_accounts_that_cannot_be_removed_never_fail_planning(tmp_path: Path) -> None:
+    for place in range(70):
+        (tmp_path / "accounts" / f"{place:02}.json").mkdir(parents=True)
+    maker, (lines, say) = _Maker(_account()), _said()
+    assert accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker)["granule"] == 16
+    assert not lines
+
+
+USERS = """
+import os
+from torch import nn
+
+class Prints(nn.Module):
+    def __init__(self):
+        super().__init__()
+        print("hello")
+        os.write(1, b"past Python\\n")
+        self.embed, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+    def forward(self, inputs, targets):
+        return nn.functional.cross_entropy(self.head(self.embed(inputs)).flatten(0, 1), targets.flatten())
+
+class Gone(Prints):
+    def __init__(self):
+        super().__init__()
+        os._exit(0)
+"""
+
+
+def _users(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "printing_model.py").write_text(USERS)
+    monkeypatch.chdir(folder)
+
+
+def test_what_a_users_model_prints_goes_to_stderr_and_not_into_its_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _users(tmp_path, monkeypatch)
+    lines, say = _said()
+    found = accounts.account("printing_model:Prints", {}, "muon", say=say, folder=tmp_path)
+    assert found["parameters"]["adamw"] == 256 * 8 * 2 + 256
+    out, err = capfd.readouterr()
+    assert out == "" and "hello" in err and "past Python" in err and not lines
+
+
+def test_a_users_model_that_ends_the_process_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _users(tmp_path, monkeypatch)
+    with pytest.raises(Usage, match=r"^--model printing_model:Gone: its code ended the process .* exit code 0$"):
+        accounts.account("printing_model:Gone", {}, "muon", say=print, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "said"),
+    [
+        (1, ["Traceback (most recent call last):", "KeyError: 'x'", ""], "it could not be counted: KeyError: 'x'"),
+        (3, [], "its code ended the process that counted it, with exit code 3"),
+        (-9, ["killed"], "the process that counted it was ended by SIGKILL"),
+    ],
+)
+def test_how_the_counting_ended_is_told_in_one_line(code: int, lines: list[str], said: str) -> None:
+    assert accounts._ended(code, lines) == said
 
 
 def test_the_source_digest_covers_every_file_without_importing_it() -> None:

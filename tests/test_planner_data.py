@@ -44,6 +44,20 @@ def test_the_standard_library_whose_length_is_bound_at_the_start_is_not_judged()
     compile_plan(request(data=[_source(None, "stdlib")], seq=128), record(), account())
 
 
+def test_what_planning_takes_for_long_enough_the_run_can_read() -> None:
+    import numpy as np
+
+    from executor.data import BadData, Corpus, Reader
+
+    for stride in (2, 33, 128):
+        least = least_length(stride)
+        corpus = Corpus("a", np.zeros(least, dtype=np.uint8))
+        assert corpus.split == first_held_out(least)
+        Reader([(corpus, 1)], 0, stride)
+        with pytest.raises(BadData, match=f"at least {least} "):
+            Reader([(Corpus("a", np.zeros(least - 1, dtype=np.uint8)), 1)], 0, stride)
+
+
 @pytest.mark.parametrize("stride", [1, 2, 16, 128, 4095])
 def test_the_least_length_holds_a_window_in_each_part_and_a_byte_less_does_not(stride: int) -> None:
     least = least_length(stride)
