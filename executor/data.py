@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from executor.files import Bytes, OnDisk, read
 
 HELD_OUT = 20  # one part in this many
 STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _MASK64 = 2**64 - 1
-
-Bytes = NDArray[np.uint8]
 
 
 class BadData(Exception):
@@ -44,10 +43,10 @@ class Digest(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The bytes of one source. ``data`` is uint8 [length], in memory or mapped."""
+    """The bytes of one source. ``data`` is uint8 [length], in memory or on disk: what was read is what is named."""
 
     name: str
-    data: Bytes
+    data: Bytes | OnDisk
 
     @property
     def split(self) -> int:
@@ -78,16 +77,17 @@ class Corpus:
 
 
 def open_corpus(path: Path | str, name: str | None = None) -> Corpus:
-    """A file, mapped and never copied whole. Raises BadData where it is missing, unreadable or empty."""
+    """A file, read once into memory, or from disk where it is too large. Raises BadData where it is missing, unreadable
+    or empty."""
     path = Path(path)
     try:
         if not path.is_file():
             raise BadData(f"data {path}: {'is not a file' if path.exists() else 'no such file'}")
-        if path.stat().st_size == 0:
-            raise BadData(f"data {path}: the file is empty")
-        data: Bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        data = read(path)
     except OSError as error:
         raise BadData(f"data {path}: cannot be read: {error.strerror}") from error
+    if len(data) == 0:
+        raise BadData(f"data {path}: the file is empty")
     return Corpus(name or path.name, data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor import files
 from executor.data import (
     BadData,
     Corpus,
@@ -128,13 +130,66 @@ def test_held_out_windows_are_the_last_twentieth_and_always_the_same() -> None:
     assert inputs[-1, 0] == places[1] % 256
 
 
-def test_a_file_is_mapped_and_named_by_length_and_digest(tmp_path: Path) -> None:
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little free memory that no file is held in it."""
+    monkeypatch.setattr(files, "HELD_SHARE", 10**18)
+
+
+def test_a_file_is_named_by_length_and_digest_and_read_alike_from_memory_and_disk(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     path = tmp_path / "book.txt"
-    path.write_bytes(b"All work and no play. " * 500)
+    path.write_bytes(np.random.default_rng(0).bytes(40_000))
+    held = open_corpus(path)
+    request.getfixturevalue("no_memory")
+    on_disk = open_corpus(path)
+    assert isinstance(held.data, np.ndarray) and isinstance(on_disk.data, files.OnDisk)
+    for found in (held, on_disk):
+        assert found.digest == ("book.txt", 40_000, hashlib.sha256(path.read_bytes()).hexdigest())
+        assert Reader([(found, 1)], 0, 16).digests() == [found.digest]
+    readers = [Reader([(found, 1)], 0, 16) for found in (held, on_disk)]
+    assert torch.equal(*(reader.batch(3, 8, 0, 8, 16)[0] for reader in readers))
+    assert torch.equal(*(reader.held_out(8, 16)[1] for reader in readers))
+
+
+CHANGES = {
+    "cut": lambda path: os.truncate(path, 100),
+    "grown": lambda path: path.open("ab").write(b"more"),
+    "written over": lambda path: path.write_bytes(bytes(40_000)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_is_changed_while_it_is_held_changes_nothing(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"All work and no play " * 2000)
     found = open_corpus(path)
-    assert isinstance(found.data, np.memmap)
-    assert found.digest == ("book.txt", 11_000, hashlib.sha256(path.read_bytes()).hexdigest())
-    assert Reader([(found, 1)], 0, 16).digests() == [found.digest]
+    CHANGES[change](path)
+    assert found.digest == ("book.txt", 42_000, hashlib.sha256(b"All work and no play " * 2000).hexdigest())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_is_changed_while_it_is_read_from_disk_is_told(
+    tmp_path: Path, change: str, no_memory: None
+) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"All work and no play " * 2000)
+    os.utime(path, (1, 1))
+    reader = Reader([(open_corpus(path), 1)], 0, 16)
+    reader.batch(0, 4, 0, 4, 16)
+    CHANGES[change](path)
+    with pytest.raises(files.DataChanged, match=r"data-changed while running: .*book.txt: 42000 bytes at the start"):
+        reader.batch(1, 4, 0, 4, 16)
+
+
+def test_a_file_with_another_in_its_place_is_read_to_its_end(tmp_path: Path, no_memory: None) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"All work and no play " * 2000)
+    found = open_corpus(path)
+    path.unlink()
+    path.write_bytes(bytes(10))
+    assert bytes(found.data[42:57]) == b"All work and no"
 
 
 def test_missing_empty_and_short_files_are_told_apart(tmp_path: Path) -> None:
