@@ -1,45 +1,72 @@
 """The command ``torchrun -m executor PLAN``, or ``python -m executor PLAN``: load, honour, run, record.
 
-Starts on the standard library alone, since a package of the working folder may stand before Dormouse's own.
+Starts on the standard library alone, since a package of the working folder may stand before Dormouse's own; and without
+the working folder, since any file in it (json.py, torch.py) would stand before the module that is meant.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import os
+import sys
+
+HERE, HOME_TEXT = os.path.realpath(os.getcwd()), os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+_FROM_HERE = not sys.flags.safe_path and os.path.realpath(sys.path[0] or HERE) == HERE != HOME_TEXT
+if _FROM_HERE and __name__ == "__main__":
+    del sys.path[0]
 
 import argparse
 import importlib.util
-import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-HOME = Path(__file__).resolve().parent.parent
+from executor import launch, voice
+
+HOME = Path(HOME_TEXT)
 USAGE, REFUSED, FAILED = 2, 3, 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 wrong usage or an unfaithful plan, 3 refused, 4 the run failed."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Exit codes: 0 done, 2 wrong usage or an unfaithful plan, 3 refused, 4 failed, stopped, or not recorded."""
+    launch.attach()
+    _listen()
+    try:
+        return _main(list(sys.argv[1:] if arguments is None else arguments))
+    except (KeyboardInterrupt, launch.Terminated) as stop:
+        name = "SIGTERM" if isinstance(stop, launch.Terminated) else "SIGINT"
+        return launch.leave_code(_rank(), _end(f"stopped: {name} before the run began", FAILED), agreed=True)
+
+
+def _main(given: list[str]) -> int:
     options = _options(given)
     shadow = _shadow()
     if shadow is not None:
         return _end(shadow, USAGE)
+    from executor import early
+    from planner.refusals import Refused
     from schemas.form import Unfaithful
-    from schemas.store import load
+    from schemas.store import load, unrecordable_reason
 
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     try:
         plan = load(options.plan)
+        # Of several ranks one alone looks, later: they would look at the same place at the same time.
+        unrecordable = unrecordable_reason(options.record or options.plan, plan) if alone else None
     except Unfaithful as error:
-        return _end(str(error), USAGE)
-    from executor import launch
-
+        return launch.leave_code(_rank(), _end(str(error), USAGE), agreed=True)
     ranks = sum(len(entry["members"]) for entry in plan["ranks"])
-    if launch.is_due(ranks, os.environ):
-        print(f"dormouse: starting the plan's {ranks} ranks", file=sys.stderr, flush=True)
+    due = launch.is_due(ranks, os.environ)
+    found = ranks if due else int(os.environ.get("WORLD_SIZE", "1"))
+    refusals = early.refusals(plan, found, options.plan, unrecordable)
+    if refusals:
+        return launch.leave_code(_rank(), _end(Refused(refusals).text(), REFUSED), agreed=True)
+    if due:
+        voice.say(f"starting the plan's {ranks} ranks")
         threads = max((entry["threads"]["chosen"] for entry in plan["ranks"] if "threads" in entry), default=None)
         return launch.start(ranks, threads, given, HOME)
-    return _run(plan, options, ranks)
+    return _run(plan, options)
 
 
 def _options(given: list[str]) -> argparse.Namespace:
@@ -59,10 +86,14 @@ def _options(given: list[str]) -> argparse.Namespace:
 
 def _shadow() -> str | None:
     """Why schemas or planner are not Dormouse's own; None when they are."""
-    spec = importlib.util.find_spec("planner")
-    found = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
-    if found is None or os.path.realpath(found) != os.path.realpath(HOME / "planner" / "__init__.py"):
-        return f"{found} shadows Dormouse's own planner (in {HOME}): start from another folder, or rename it"
+    found = _in_the_way("planner") or _in_the_way("schemas")
+    if found is None:
+        spec = importlib.util.find_spec("planner")
+        first = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+        own = first is not None and os.path.realpath(first) == os.path.realpath(HOME / "planner" / "__init__.py")
+        found = None if own else (str(first), "planner")
+    if found is not None:
+        return f"{found[0]} shadows Dormouse's own {found[1]} (in {HOME}): start from another folder, or rename it"
     from planner.origin import Shadowed, check
 
     try:
@@ -72,15 +103,19 @@ def _shadow() -> str | None:
     return None
 
 
-def _run(plan: dict[str, Any], options: argparse.Namespace, ranks: int) -> int:
-    from executor import launch
+def _in_the_way(name: str) -> tuple[str, str] | None:
+    """(the file of the working folder that ``python -m`` would have taken for Dormouse's own ``name``, the name)."""
+    places = (os.path.join(HERE, name, "__init__.py"), os.path.join(HERE, f"{name}.py"))
+    return next(((place, name) for place in places if _FROM_HERE and os.path.isfile(place)), None)
 
-    rank = int(os.environ.get("RANK", "0"))
-    if int(os.environ.get("WORLD_SIZE", "1")) == ranks:
-        from executor.slices import rank_slice
 
-        own = rank_slice(plan, rank)
-        launch.confine(own.device, own.kind)
+def _run(plan: dict[str, Any], options: argparse.Namespace) -> int:
+    """Run this process's rank, whose world is the plan's."""
+    from executor.slices import rank_slice
+
+    rank = _rank()
+    own = rank_slice(plan, rank)
+    launch.confine(own.device, own.kind)
     from executor.honour import BadRank
     from executor.run import Places, execute
     from planner.refusals import Refused
@@ -91,41 +126,52 @@ def _run(plan: dict[str, Any], options: argparse.Namespace, ranks: int) -> int:
         run_dir=Path(options.run_dir or Path("runs", digest[:12])),
         data=tuple(Path(path) for text in options.data for path in text.split(",") if path),
     )
-    _listen()
     try:
         done = execute(plan, places)
     except Refused as error:
         return launch.leave_code(rank, _end(error.text(), REFUSED), agreed=True)
     except BadRank as error:
         return launch.leave_code(rank, _end(str(error), USAGE), agreed=True)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the run is over and recorded: only its message is left
-    code = 0 if done.outcome == "finished" else FAILED
-    if done.notice is not None:
-        _end(done.notice, code)
-    if code:
-        _end(f"{done.outcome}: {done.reason}", code)
-    elif rank == 0:
-        _end(f"finished: recorded in {places.record}" if done.notice is None else "finished", code)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the run is over and recorded: only its message is left
+        signal.signal(number, signal.SIG_IGN)
+    code = FAILED if done.outcome != "finished" or done.notice is not None else 0
+    if done.speaks:
+        cause = done.outcome if done.reason is None else f"{done.outcome}: {done.reason}"
+        recorded = f": recorded in {places.record}" if done.reason is None else ""
+        _tell(f"{cause}{recorded}" if done.notice is None else f"{cause}, but the run {done.notice}")
     return launch.leave_code(rank, code, done.agreed)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _listen() -> None:
     """SIGTERM ends the run as Ctrl-C does: recorded. torchrun sends it to the ranks left over when one fails."""
-    from executor.run import Terminated
 
-    def end(*_: Any) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: what follows is the recording
-        raise Terminated
+    def end(number: int, _: Any) -> NoReturn:
+        for other in (signal.SIGINT, signal.SIGTERM):  # once: what follows is the recording
+            signal.signal(other, signal.SIG_IGN)
+        raise launch.Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
 
 
 def _end(message: str, code: int) -> int:
     """Say it once for all ranks, and give the code."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"dormouse: {message}", file=sys.stderr, flush=True)
+    if _rank() == 0:
+        _tell(message)
     return code
 
 
+def _tell(message: str) -> None:
+    voice.say(message)
+    launch.told()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    if "torch" in sys.modules:
+        launch.vanish(ended)
+    sys.exit(ended)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from executor import voice
 from executor.data import Corpus, Reader, open_corpus, stdlib_corpus
 from executor.mechanisms import muon_state_bf16, recompute
 from executor.optim.adamw import AdamW
@@ -94,7 +94,7 @@ def _shown(source: Source) -> str:
 def _say(message: str) -> None:
     """Once for all ranks, on stderr."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"dormouse: {message}", file=sys.stderr, flush=True)
+        voice.say(message)
 
 
 def require_folder(folder: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 
 from executor.loop import Progress
 from schemas.form import Json, Unfaithful, render, six
-from schemas.store import record, write
+from schemas.store import record, with_run
 
 
 def now() -> str:
@@ -17,7 +19,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+def identity(start: str) -> str:
+    """A run's id: the moment of its start and six random digits, since two may start in one second."""
+    return f"{start.replace('-', '').replace(':', '')}-{secrets.token_hex(3)}"
+
+
 def compose(
+    name: str,
     start: str,
     outcome: str,
     reason: str | None,
@@ -29,10 +37,13 @@ def compose(
     measured: Mapping[str, Json],
     absent: Mapping[str, Json],
 ) -> dict[str, Json]:
-    """The entry, without what chains it to the plan. ``rows`` are the ranks' facts; toolchain and data are rank 0's."""
+    """The entry named ``name``, without what chains it to the plan.
+
+    ``rows`` are the ranks' facts; toolchain and data are rank 0's.
+    """
     evaluations = [{"step": step, "bits_per_byte": six(bits)} for step, bits in progress.evaluations]
     return {
-        "id": f"{start.replace('-', '').replace(':', '')}-{secrets.token_hex(3)}",
+        "id": name,
         "start": start,
         "end": now(),
         "outcome": outcome,
@@ -56,15 +67,37 @@ def compose(
 def keep(plan: Mapping[str, Json], path: Path, run_dir: Path, entry: Mapping[str, Json]) -> str | None:
     """Record ``entry`` into the plan at ``path``, which is made of ``plan`` where there is none.
 
-    Where that cannot be done, the entry goes to ``run_dir``/record.json; then gives a message that says so and why.
+    Where that cannot be done, the plan with its run goes to ``run_dir``/record-ID.json, or to the system's folder of
+    temporary files; then gives a message that says so, why, and how to add it.
     """
     try:
-        if not path.exists():
-            write(path, plan)
-        record(path, plan["seal"]["digest"], entry)
+        record(path, plan, entry)
     except (OSError, Unfaithful) as error:
-        aside = run_dir / "record.json"
-        run_dir.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(render(entry))
-        return f"the run could not be recorded in {path} ({error}); its entry is kept in {aside}"
+        why = f"could not be recorded in {path} ({error})"
+        return f"{why}; {_aside(plan, path, run_dir, entry, isinstance(error, Unfaithful))}"
     return None
+
+
+def _aside(plan: Mapping[str, Json], path: Path, run_dir: Path, entry: Mapping[str, Json], other: bool) -> str:
+    """Keep the plan with its run beside the metrics, and say where and what to do with it. ``other``: something else
+    lies at ``path``, which must not be lost."""
+    document: Mapping[str, Json]
+    try:
+        document, what = with_run(plan, entry, str(path)), "the plan with this run is kept in"
+    except Unfaithful as error:
+        document, what = entry, f"its entry alone ({error}) is kept in"
+    for folder in (run_dir, Path(tempfile.gettempdir())):
+        kept = folder / f"record-{entry['id']}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with kept.open("xb") as file:
+                file.write(render(document))
+        except OSError as error:
+            what = f"{folder} takes no file ({error.strerror}); {what}"
+            continue
+        if document is entry:
+            return f"{what} {kept}"
+        add = f"cp {quote(str(kept))} {quote(str(path))}"
+        moved = f" (what lies there is another document: move it away first, or read {kept} as it is)" if other else ""
+        return f"{what} {kept}; to add it: {add}{moved}"
+    return f"{what} no file at all: free some space before the next run"

@@ -7,6 +7,7 @@ mean over the step's tokens, whatever the batches are.
 # Annotations are evaluated in this file: DDP reads those of the hook and takes no text for them.
 
 import inspect
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +44,13 @@ class Exchanged:
 
 
 class Reducer:
-    """The state of the hook. ``seen`` is renewed by `begin` before each backward."""
+    """The state of the hook. ``seen`` is renewed by `begin` before each backward; ``entered`` is when (monotonic) this
+    rank last handed a bucket over."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: str, clock: Clock) -> None:
         self.group, self.dtype, self.clock = group, DTYPES[dtype], clock
         self.seen = Exchanged()
+        self.entered = 0.0
 
     def begin(self) -> None:
         self.seen = Exchanged()
@@ -69,6 +72,7 @@ def wrap(model: nn.Module, reducer: Reducer, bucket_bytes: int) -> DistributedDa
 def reduce_bucket(reducer: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Sum one bucket over the ranks, in the reduce dtype where that is narrower, and give it back in its own."""
     seen: Exchanged = reducer.seen
+    reducer.entered = time.monotonic()
     gradients: Tensor = bucket.buffer()
     narrower = reducer.dtype.itemsize < gradients.dtype.itemsize
     sent = gradients.to(reducer.dtype) if narrower else gradients

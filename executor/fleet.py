@@ -8,6 +8,7 @@ run soon.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +45,7 @@ class Fleet(Protocol):
 
     rank: int
     size: int
+    deadline: float
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward: ...
     def weighted(self, loss: Tensor) -> Tensor: ...
@@ -54,6 +56,7 @@ class Fleet(Protocol):
     def begin(self) -> None: ...
     def exchanged(self) -> Exchanged | None: ...
     def owners_bytes(self) -> int | None: ...
+    def waited(self) -> float: ...
     def wait(self) -> None: ...
     def close(self) -> None: ...
 
@@ -61,7 +64,7 @@ class Fleet(Protocol):
 class Alone:
     """One rank: its loss is the fleet's, its updates are all there are."""
 
-    rank, size = 0, 1
+    rank, size, deadline = 0, 1, 0.0
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward:
         return model
@@ -91,6 +94,9 @@ class Alone:
     def owners_bytes(self) -> int | None:
         return None
 
+    def waited(self) -> float:
+        return 0.0
+
     def wait(self) -> None:
         return
 
@@ -112,11 +118,14 @@ class Ranks:
             timeout=SETUP_TIMEOUT,
             device_id=self._device if rank.kind == "cuda" else None,
         )
+        self.deadline = STEP_TIMEOUT.total_seconds()
+        """Seconds that a rank waits for another in a step's collective."""
         group = dist.new_group(timeout=STEP_TIMEOUT)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._reducer = Reducer(group, plan.reduce_dtype, clock)
         self._sharing: Sharing | None = None
+        self._entered = time.monotonic()
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward:
         """``model`` under DDP. Weights become rank 0's: unlike processors may draw other initial values of one seed."""
@@ -138,6 +147,7 @@ class Ranks:
         vector = torch.zeros(self.size + 1, dtype=torch.float64, device=self._device)
         vector[self.rank] = (~finite).to(torch.float64)
         vector[-1] = torch.where(finite, seen * self.token_weight, 0.0)
+        self._enter()
         work = dist.all_reduce(vector, group=self._group, async_op=True)
 
         def result() -> Agreed:
@@ -152,17 +162,20 @@ class Ranks:
         found = torch.zeros((), device=self._device)
         if self.rank == 0:
             found.copy_(torch.nn.utils.get_total_norm(gradients))
+        self._enter()
         dist.broadcast(found, 0, group=self._group)
         return found
 
     def share(self, updates: list[Tensor]) -> list[Tensor]:
         assert self._sharing is not None
+        self._enter()
         return self._sharing.all(updates)
 
     def fingerprints(self, model: nn.Module) -> list[str]:
         """Every rank's fingerprint, in order of ranks."""
         mine = torch.tensor(list(bytes.fromhex(fingerprint(model))), dtype=torch.uint8, device=self._device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._enter()
         dist.all_gather(found, mine, group=self._group)
         return [bytes(digest.tolist()).hex() for digest in found]
 
@@ -175,12 +188,22 @@ class Ranks:
     def owners_bytes(self) -> int | None:
         return None if self._sharing is None else self._sharing.bytes
 
+    def waited(self) -> float:
+        """Seconds since this rank last came to a collective: of those that lose one another, who came last has the
+        least."""
+        return time.monotonic() - max(self._entered, self._reducer.entered)
+
+    def _enter(self) -> None:
+        self._entered = time.monotonic()
+
     def wait(self) -> None:
         """Until all ranks are here, with the generous deadline: after warm-up, and while rank 0 evaluates."""
+        self._enter()
         dist.barrier(device_ids=[0] if self._device.type == "cuda" else None)
 
     def close(self) -> None:
         """Leave together: a rank that leaves gloo while another still sends can abort it."""
+        self._enter()
         dist.barrier(device_ids=[0] if self._device.type == "cuda" else None)
         dist.destroy_process_group()
 

@@ -16,7 +16,7 @@ from executor.optim.routing import split
 from executor.slices import RankSlice
 from planner import probe
 from planner.door import BadWorkload, Workload
-from planner.refusals import judge, refuse
+from planner.refusals import refuse
 from planner.request import Usage
 from schemas.form import Json
 
@@ -97,8 +97,3 @@ def agree(plan: Mapping[str, Json], meeting: Meeting, row: Json, unwritable: str
 def agree_on_smoke(plan: Mapping[str, Json], meeting: Meeting, row: Json) -> None:
     """Judge what the smoke launch of every rank showed. Raises Refused on every rank."""
     refuse("running", plan, {"smoke": meeting.gather(row)})
-
-
-def world_refusals(plan: Mapping[str, Json], found: int) -> list[Any]:
-    """What the number of processes alone has against the plan, before any rank has met another."""
-    return judge("start", plan, {"world_size": found, "rank": 0, "ranks": [], "record_unwritable": None})

@@ -7,11 +7,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
+from typing import Any, NoReturn
+
+from executor import voice
 
 GUARD = "DORMOUSE_RELAUNCHED"
 OUTCOME = "DORMOUSE_OUTCOME"
+
+_EAR, _LAUNCHER, _TOLD = "stderr", "launcher", "told"  # in the folder that OUTCOME names
+_DRAIN_SECONDS = 5.0
+
+
+class Terminated(BaseException):
+    """SIGTERM came: from the user, or from torchrun to the ranks that are left when one fails."""
+
 
 _OWN = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
@@ -32,8 +45,9 @@ def environment(environ: Mapping[str, str], threads: int | None, home: Path) -> 
     """
     kept = {name: text for name, text in environ.items() if name not in _OWN and not name.startswith(_OWN_PREFIXES)}
     kept |= {GUARD: "1", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(threads or 1)}
-    path = sys.path if sys.flags.safe_path else sys.path[1:]
-    if all(os.path.realpath(entry) != os.path.realpath(home) for entry in path):
+    here = os.path.realpath(os.getcwd())
+    path = [place for place in map(os.path.realpath, sys.path) if place != here]
+    if os.path.realpath(home) not in path:
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(home), environ.get("PYTHONPATH"))))
     return kept
 
@@ -58,18 +72,100 @@ def start(ranks: int, threads: int | None, arguments: Sequence[str], home: Path)
 
 
 def _wait(words: Sequence[str], environ: Mapping[str, str], folder: Path) -> int:
-    with subprocess.Popen(words, env=environ) as process:
-        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        try:
-            returned = process.wait()
-        except KeyboardInterrupt:  # the terminal sent it to the ranks too: let them end
-            returned = process.wait()
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    """Run the launcher and give the ranks' code. The ranks speak on our stderr through a pipe in ``folder``; what the
+    launcher itself says (a traceback whenever a rank ends with a code, a signal included) is shown only where no rank
+    told how the run ended."""
+    with (
+        _hearing(folder),
+        (folder / _LAUNCHER).open("wb") as log,
+        subprocess.Popen(words, env=environ, stderr=log) as process,
+    ):
+        returned = _patiently(process)
     codes = [int(path.read_text()) for path in sorted(folder.glob("rank-*"))]
-    if codes:
-        return codes[0] if codes[0] else max(codes)
-    return 4 if returned else 0
+    code = (codes[0] or max(codes)) if codes else 4 * bool(returned)
+    if code and not (folder / _TOLD).exists():
+        _show_launcher((folder / _LAUNCHER).read_text("utf-8", "replace"))
+    return code
+
+
+def _patiently(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the launcher, whatever signals come: the terminal's Ctrl-C reaches it and the ranks too, SIGTERM is
+    passed on, once."""
+    passed: list[bool] = []
+
+    def terminate(*_: Any) -> None:
+        if not passed:
+            passed.append(True)
+            process.terminate()
+
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: terminate}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _hearing(folder: Path) -> Iterator[None]:
+    """Pass on what the ranks write into the pipe, to the last line. Where our stderr is closed it is read all the same:
+    no rank is held up or ended by that."""
+    pipe = folder / _EAR
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    held = os.open(pipe, os.O_WRONLY)  # the pipe ends when we let go of it, not between two ranks
+    os.set_blocking(reading, True)
+    thread = Thread(target=_pass_on, args=(reading,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(held)
+        thread.join(_DRAIN_SECONDS)
+
+
+def _pass_on(reading: int) -> None:
+    heard = True
+    while data := os.read(reading, 2**16):
+        try:
+            while heard and data:
+                data = data[os.write(2, data) :]
+        except OSError:
+            heard = False
+
+
+def _show_launcher(text: str) -> None:
+    voice.say("failed: the ranks ended and told no cause" + (f"; their launcher says:\n{text}" if text else ""))
+
+
+def attach() -> None:
+    """In a rank: speak through the pipe of the process that waits, where one does."""
+    folder = os.environ.get(OUTCOME)
+    if folder is None:
+        return
+    try:
+        pipe = os.open(Path(folder, _EAR), os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # no one reads any more
+        return
+    os.set_blocking(pipe, True)
+    os.dup2(pipe, 2)
+    os.close(pipe)
+
+
+def told() -> None:
+    """Leave word for the process that waits that how the run ended was told."""
+    folder = os.environ.get(OUTCOME)
+    if folder is not None:
+        Path(folder, _TOLD).touch()
+
+
+def vanish(code: int) -> NoReturn:
+    """End this process at once: all is recorded and told, and torch's own teardown can crash after a failure."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def leave_code(rank: int, code: int, agreed: bool) -> int:

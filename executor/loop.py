@@ -100,7 +100,7 @@ def _step(parts: Training, work: WorkSlice, data: DataSlice, step: int, progress
     if bad is not None:
         meter.skipped()
         if work.config["nonfinite"] == "stop":
-            raise RunFailed(f"{bad} at step {step}")
+            raise RunFailed(f"{bad} at step {step + 1}")
         progress.skipped += 1
         parts.reporter.skipped(step, bad)
         return agreed.loss
@@ -152,7 +152,7 @@ def _compare(parts: Training, step: int, progress: Progress) -> None:
     progress.compared += 1
     odd = [rank for rank, digest in enumerate(found) if digest != found[0]]
     if odd:
-        raise RunFailed(f"rank {_listed(odd)}: weights differ from rank 0's after step {step}")
+        raise RunFailed(f"rank {_listed(odd)}: weights differ from rank 0's after step {step + 1}")
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ from schemas.form import Json
 SETUP_SECONDS = 30 * 60  # kernel tuning takes minutes
 _POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 0.5
+_LATE_SECONDS = 0.5  # ranks in step come to a collective closer together
 
 
 class RankFailed(Exception):
@@ -33,6 +34,7 @@ class Meeting:
         self.rank, self.size = rank, size
         self._store = None if store is None else PrefixStore("dormouse", store)
         self._round = 0
+        self._waited: float | None = None
 
     def gather(self, value: Json, seconds: float = SETUP_SECONDS) -> list[Json]:
         """Every rank's ``value``, in order of ranks, on every rank. All ranks call it in the same order.
@@ -63,14 +65,17 @@ class Meeting:
         """Leave this rank's own cause of failure for the others."""
         self._leave_word(f"failed/{self.rank}", cause)
 
-    def end(self) -> None:
-        """Leave word that this rank ends for no fault of its own: it was stopped, or lost another."""
-        self._leave_word(f"ended/{self.rank}", "")
+    def end(self, waited: float | None = None) -> None:
+        """Leave word that this rank ends for no fault of its own: it was stopped, or it lost another ``waited`` seconds
+        after it came to a collective."""
+        self._waited = waited
+        self._leave_word(f"ended/{self.rank}", "" if waited is None else repr(waited))
 
-    def culprit(self, seconds: float = 0.0) -> str | None:
+    def culprit(self, seconds: float = 0.0, silence: str = "is gone and left no word") -> str | None:
         """The rank that failed first and its cause, as the other ranks left word; None where nobody is at fault.
 
-        Waits up to ``seconds`` for a cause, or for a word of every other rank; a rank without one is gone.
+        Waits up to ``seconds`` for a cause, or for a word of every other rank. Ranks without one are named with
+        ``silence``; where all left word, the one that came to a collective long after the others.
         """
         end = time.monotonic() + seconds
         while True:
@@ -80,7 +85,51 @@ class Meeting:
             if not silent or time.monotonic() >= end:
                 break
             time.sleep(_POLL_SECONDS)
-        return f"rank {silent[0]}: is gone and left no word" if silent and seconds else None
+        if silent:
+            return f"rank {', '.join(map(str, silent))}: {silence}" if seconds else None
+        return self._late()
+
+    def speaks(self, seconds: float) -> bool:
+        """Whether this rank is the one that records the end and tells it: the lowest of those that left word.
+
+        Waits up to ``seconds`` for a word of the ranks below it; at most one rank is told yes.
+        """
+        if self._store is None:
+            return True
+        end = time.monotonic() + seconds
+        try:
+            while not (below := [rank for rank in range(self.rank) if self._left_word(rank)]):
+                if self.rank == 0 or time.monotonic() >= end:
+                    break
+                time.sleep(_POLL_SECONDS)
+            return not below and self._store.compare_set("teller", "", str(self.rank)) == str(self.rank).encode()
+        except RuntimeError:  # the store lived in rank 0, which is gone
+            return self.rank <= 1
+
+    def _late(self) -> str | None:
+        """The rank that came to the lost collective last, where the first had waited twice as long for it."""
+        waits = {rank: float(word) for rank, word in self._words().items() if word}
+        if self._waited is not None:
+            waits[self.rank] = self._waited
+        if len(waits) < self.size or self.size < 2:
+            return None
+        last, longest = min(waits, key=lambda rank: waits[rank]), max(waits.values())
+        if longest < _LATE_SECONDS + 2 * waits[last]:
+            return None
+        return f"rank {last}: came to the ranks' exchange only after another had waited {longest:.0f} s for it"
+
+    def _words(self) -> dict[int, str]:
+        """What each other rank that ended left as its word."""
+        if self._store is None:
+            return {}
+        try:
+            others = [rank for rank in range(self.size) if rank != self.rank and self._has(f"ended/{rank}")]
+            return {rank: self._store.get(f"ended/{rank}").decode() for rank in others}
+        except RuntimeError:  # the store lived in a rank that is gone
+            return {}
+
+    def _left_word(self, rank: int) -> bool:
+        return self._has(f"ended/{rank}") or self._has(f"failed/{rank}")
 
     def _silent(self) -> list[int]:
         if self._store is None:

@@ -17,7 +17,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 LEAST_STEPS = 4  # a run of fewer has no step to spare for the profiler
-PROFILED_STEP = 1
+PROFILED_STEP = 1  # counted from 0
 OPTIMIZER_BEGINS = "dormouse: optimizer begins"
 
 
@@ -96,7 +96,7 @@ class CpuProbe:
         if self.steps < LEAST_STEPS:
             self.peaks.absent = f"a run of {self.steps} steps has none to spare for the profiler (from {LEAST_STEPS})"
         else:
-            self.peaks.absent = f"step {PROFILED_STEP}, which is profiled for it, was not reached or not finished"
+            self.peaks.absent = f"step {PROFILED_STEP + 1}, which is profiled for it, was not reached or not finished"
 
     def begin(self, step: int) -> None:
         if self.disturbs(step):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 
+from executor import voice
 from schemas.form import Json
 
 
@@ -44,50 +45,64 @@ class Mute:
 class Teller:
     """Lines on stderr every ``every`` steps, and every step and evaluation in ``folder``/metrics.jsonl.
 
-    A run adds to that file, after a line that says when it began (``start``). Raises OSError where the folder takes no
-    file.
+    Steps are told counted from 1. Each line of the file carries the id of its ``run``; a run adds to the file, after a
+    line that says when it began (``start``). Where lines can no longer be written the run goes on without them. Raises
+    OSError where the folder takes no file.
     """
 
-    def __init__(self, folder: Path, every: int, start: str, out: IO[str] | None = None) -> None:
+    def __init__(self, folder: Path, every: int, run: str, start: str, out: IO[str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._write({"run": start})
-        self._every, self._out = every, out or sys.stderr
+        self._file: IO[str] | None = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._every, self._run, self._out = every, run, out
+        self._write({"start": start})
         self._last = time.monotonic()
         self._pace: float | None = None
 
     def say(self, text: str) -> None:
-        print(f"dormouse: {text}", file=self._out, flush=True)
+        voice.say(text, self._out)
 
     def step(self, step: int, steps: int, loss: float, factor: float, seconds: float, tokens: int) -> None:
-        """``seconds`` and ``tokens`` (the fleet's) of the step; time remaining goes by the wall, all included."""
+        """``step`` is counted from 0, as the loop does; ``seconds`` and ``tokens`` (the fleet's) are of the step; time
+        remaining goes by the wall, all included."""
         now = time.monotonic()
         wall, self._last = now - self._last, now
         # The first step carries the start-up of libraries: the pace begins after it.
         if step > 0:
             self._pace = wall if self._pace is None else 0.9 * self._pace + 0.1 * wall
         rate = tokens / seconds if seconds > 0 else 0.0
-        self._write({"step": step, "loss": loss, "lr_factor": factor, "seconds": seconds, "tokens_per_second": rate})
+        line = {"step": step + 1, "loss": loss, "lr_factor": factor, "seconds": seconds, "tokens_per_second": rate}
+        self._write(line)
         if step % self._every == 0 or step == steps - 1:
             left = "" if self._pace is None else f"  left {_clock(self._pace * (steps - 1 - step))}"
             numbers = f"loss {loss:.4f}  lr x{factor:.3f}  {rate:,.0f} tokens/s  {1e3 * seconds:.1f} ms"
             self.say(f"step {step + 1:>{len(str(steps))}}/{steps}  {numbers}{left}")
 
     def evaluated(self, step: int, bits_per_byte: float) -> None:
+        """After ``step`` steps."""
         self._write({"step": step, "bits_per_byte": bits_per_byte})
         self.say(f"after {step} steps: held-out {bits_per_byte:.4f} bits per byte")
 
     def skipped(self, step: int, reason: str) -> None:
-        self._write({"step": step, "skipped": reason})
-        self.say(f"step {step} skipped on every rank: {reason}")
+        """``step`` is counted from 0, as the loop does."""
+        self._write({"step": step + 1, "skipped": reason})
+        self.say(f"step {step + 1} skipped on every rank: {reason}")
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            with suppress(OSError):  # said when it was written
+                self._file.close()
 
     def _write(self, line: dict[str, Json]) -> None:
+        if self._file is None:
+            return
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._file.write(json.dumps(plain) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"run": self._run, **plain}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.say(f"the run goes on without {self._file.name}, which takes no more lines ({error.strerror})")
+            self.close()
+            self._file = None
 
 
 def _clock(seconds: float) -> str:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from executor import build, conditions, honour, measured, smoke
+from executor import build, conditions, early, honour, measured, smoke
 from executor.account import source_digest
 from executor.clock import Clock
-from executor.entry import compose, keep, now
+from executor.entry import compose, identity, keep, now
+from executor.files import DataChanged
 from executor.fleet import Alone, Fleet, Forward, Ranks, abandon, fingerprint
+from executor.launch import Terminated
 from executor.loop import Observe, Progress, RunFailed, Training, train
 from executor.meeting import RankFailed, meet
 from executor.meter import Meter
@@ -29,11 +31,13 @@ from executor.reporter import Mute, Reporter, Teller
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
 from planner.door import BadWorkload
 from planner.refusals import Refused
-from schemas.form import Json
-from schemas.store import unwritable_reason
+from schemas.form import Json, Unfaithful
+from schemas.store import unrecordable_reason
 
-_LOST = ("gloo", "NCCL", "onnection", "imed out")  # words of a collective whose other end is gone
+_LATE = re.compile("timed out|timeout", re.I)  # words of a collective whose deadline passed
+_LOST = re.compile(f"gloo|nccl|connection|{_LATE.pattern}", re.I)  # and of one whose other end is gone
 _CULPRIT_SECONDS = 3.0  # a rank that fails by itself says so before its connections close
+_GATHER_SECONDS = 20.0  # ranks that left the loop together come within a moment, or not at all
 
 
 @dataclass(frozen=True)
@@ -47,18 +51,16 @@ class Places:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. ``agreed``: all ranks know it. ``entry`` is rank 0's record, ``notice`` a fault in that."""
+    """How a run ended. ``agreed``: all ranks know it. ``speaks``: this rank is the one that recorded the end and tells
+    it, rank 0 as long as it lives; ``entry`` is its record, ``notice`` a fault in that."""
 
     outcome: str
     reason: str | None
     agreed: bool
+    speaks: bool
     model: nn.Module
     entry: dict[str, Json] | None = None
     notice: str | None = None
-
-
-class Terminated(BaseException):
-    """SIGTERM came: torchrun sends it to the ranks that are left when one fails."""
 
 
 def execute(plan: Mapping[str, Json], places: Places, *, observe: Observe | None = None) -> Outcome:
@@ -72,7 +74,7 @@ def execute(plan: Mapping[str, Json], places: Places, *, observe: Observe | None
         BadRank: a fault of the user (data, model); every rank raises it.
     """
     found = int(os.environ.get("WORLD_SIZE", "1"))
-    refusals = honour.world_refusals(plan, found)
+    refusals = early.refusals(plan, found)
     if refusals:
         raise Refused(refusals)
     return _Run(plan, places, int(os.environ.get("RANK", "0")), observe).run()
@@ -97,6 +99,7 @@ class _Run:
 
     def __init__(self, plan: Mapping[str, Json], places: Places, rank: int, observe: Observe | None) -> None:
         self.plan, self.places, self.observe, self.start = plan, places, observe, now()
+        self.name = identity(self.start)
         self.rank, self.work = rank_slice(plan, rank), work_slice(plan)
         self.data, self.exchange = data_slice(plan, rank), exchange_slice(plan)
         self.progress, self.clock = Progress(), Clock(self.rank.kind)
@@ -115,8 +118,8 @@ class _Run:
             self.meeting.leave()
             raise
         except RunFailed as error:
-            outcome, reason = "failed", str(error)
-            self.fleet.close()
+            with _undisturbed():
+                outcome, reason, agreed = "failed", str(error), self._closed()
         except (KeyboardInterrupt, Terminated) as stop:
             with _undisturbed():
                 outcome, reason, agreed = self._stopped(stop)
@@ -127,11 +130,17 @@ class _Run:
 
     def _honour(self) -> None:
         """Gather facts, judge, build, smoke, judge. No process group yet: it comes when the plan is honoured."""
-        refusal = None if self.places.record is None else unwritable_reason(self.places.record)
         row = honour.own_facts(self.plan["seal"]["digest"], self.rank, self._open)
-        self.rows = honour.agree(self.plan, self.meeting, row, refusal)
+        self.rows = honour.agree(self.plan, self.meeting, {**row, "run": self.name}, self._unrecordable())
+        self.name = self.rows[0]["run"]  # one name, whichever rank records it
         self.ran = self._smoke()
         honour.agree_on_smoke(self.plan, self.meeting, self.ran)
+
+    def _unrecordable(self) -> str | None:
+        try:
+            return None if self.places.record is None else unrecordable_reason(self.places.record, self.plan)
+        except Unfaithful as error:
+            return str(error)
 
     def _smoke(self) -> dict[str, Json]:
         self.device = build.device_of(self.rank.kind)
@@ -167,7 +176,7 @@ class _Run:
         first = self.work.config["warmup_steps_unmeasured"]
         self.meter = Meter(self.clock, watch, first, self.fleet.exchanged)
         if self.rank.rank == 0:
-            self.reporter = Teller(self.places.run_dir, self.work.config["log_every"], self.start)
+            self.reporter = Teller(self.places.run_dir, self.work.config["log_every"], self.name, self.start)
         parts = Training(
             self.model, forward, self.optimizers, self.fleet, self.reader, self.meter, self.reporter,
             self.rank.dtype, self.device,
@@ -214,46 +223,74 @@ class _Run:
         own = f"rank {self.rank.rank}: {text}"
         if isinstance(error, RankFailed):
             own = str(error)
-        elif self.rank.size > 1 and any(word in text for word in _LOST):
             self.meeting.end()
-            own = self.meeting.culprit(_CULPRIT_SECONDS) or own
+        elif isinstance(error, DataChanged):
+            own = f"rank {self.rank.rank}: {error}"
+            self.meeting.fail(str(error))
+        elif self.rank.size > 1 and isinstance(error, RuntimeError) and _LOST.search(text):
+            own = self._who_was_lost(text) or own
         else:
             self.meeting.fail(text)
             self._keep_traceback(error)
         abandon()
         return own
 
+    def _who_was_lost(self, text: str) -> str | None:
+        """The rank that another end of a broken collective (its error is ``text``) belonged to."""
+        self.meeting.end(self.fleet.waited() if hasattr(self, "fleet") else None)
+        if not _LATE.search(text):
+            return self.meeting.culprit(_CULPRIT_SECONDS)
+        late = f"did not come to step {self.progress.steps + 1}'s exchange within {self.fleet.deadline:g} s"
+        return self.meeting.culprit(_CULPRIT_SECONDS, late)
+
+    def _closed(self) -> bool:
+        """Leave the fleet after a failure that all ranks agreed on; whether all were still there to."""
+        try:
+            self.fleet.close()
+        except RuntimeError:
+            self.meeting.end()
+            return False
+        return True
+
     def _keep_traceback(self, error: Exception) -> None:
-        self.places.run_dir.mkdir(parents=True, exist_ok=True)
         text = "".join(traceback.format_exception(error))
-        (self.places.run_dir / f"rank-{self.rank.rank}.traceback").write_text(text, encoding="utf-8")
+        with suppress(OSError):  # the message and the record have the cause
+            self.places.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.places.run_dir / f"rank-{self.rank.rank}.traceback").write_text(text, encoding="utf-8")
 
     def _finish(self, outcome: str, reason: str | None, agreed: bool) -> Outcome:
-        """Gather what every rank measured (where they are still there), and record it on rank 0, undisturbed."""
+        """Gather what every rank measured (where they are still there), and record it on one rank, undisturbed."""
         with _undisturbed():
-            return self._gather_and_record(outcome, reason, agreed)
+            mine = self._measured()
+            gathered = self._gathered(mine) if agreed else None
+            self.reporter.close()
+            speaks = self.rank.rank == 0 if gathered is not None else self.meeting.speaks(_CULPRIT_SECONDS)
+            entry, notice = None, None
+            if speaks:
+                entry = self._entry(outcome, reason, {self.rank.rank: mine} if gathered is None else gathered)
+                if self.places.record is not None:
+                    notice = keep(self.plan, self.places.record, self.places.run_dir, entry)
+            model = getattr(self, "model", nn.Module())
+            return Outcome(outcome, reason, gathered is not None, speaks, model, entry, notice)
 
-    def _gather_and_record(self, outcome: str, reason: str | None, agreed: bool) -> Outcome:
-        mine = self._measured()
-        gathered = self.meeting.gather(mine) if agreed else []
-        if agreed:
-            self.meeting.leave()
-        self.reporter.close()
-        if self.rank.rank != 0:
-            return Outcome(outcome, reason, agreed, getattr(self, "model", nn.Module()))
-        ranks = dict(enumerate(gathered)) if agreed else {0: mine}
+    def _gathered(self, mine: Json) -> dict[int, Json] | None:
+        """What each rank measured; None where a rank is gone that had agreed on the end."""
+        try:
+            found = self.meeting.gather(mine, _GATHER_SECONDS)
+        except RankFailed:
+            self.meeting.end()
+            return None
+        self.meeting.leave()
+        return dict(enumerate(found))
+
+    def _entry(self, outcome: str, reason: str | None, ranks: Mapping[int, Json]) -> dict[str, Json]:
         seen = {rank: rows for rank, rows in ranks.items() if rows is not None}
         lines = measured.lines(self.plan, seen, f"the run {outcome} before the rank gave its measurements")
-        model: Any = getattr(self, "model", nn.Module())
-        entry = compose(
-            self.start, outcome, reason, self.progress,
-            fingerprint(model) if outcome == "finished" else None,
+        return compose(
+            self.name, self.start, outcome, reason, self.progress,
+            fingerprint(self.model) if outcome == "finished" else None,
             self.rows, self._source(), conditions.seen(self.rank.kind, self.rank.device), *lines,
         )  # fmt: skip
-        notice = None
-        if self.places.record is not None:
-            notice = keep(self.plan, self.places.record, self.places.run_dir, entry)
-        return Outcome(outcome, reason, agreed, model, entry, notice)
 
     def _measured(self) -> dict[str, Json] | None:
         if self.meter is None:

@@ -150,8 +150,8 @@ def data_too_short(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 def dtype_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     for entry in plan["ranks"]:
-        asked = entry["dtype"]["asked"]
-        if asked in (None, "auto", "fp32") or entry["capability"][asked]["value"]:
+        asked = _dtype(entry)
+        if asked == "fp32" or entry["capability"][asked]["value"]:
             continue
         pointer = device_pointer(plan, entry)
         yield Refusal(
@@ -171,7 +171,7 @@ def _why_not(plan: Facts, entry: Facts, asked: str) -> str:
 
 def fp16_forward(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     for entry in plan["ranks"]:
-        if entry["dtype"]["asked"] == "fp16" and entry["capability"]["fp16"]["value"]:
+        if _dtype(entry) == "fp16" and entry["capability"]["fp16"]["value"]:
             yield Refusal(
                 "fp16-forward",
                 f"--dtype fp16 on rank {_members(entry)}",
@@ -181,7 +181,15 @@ def fp16_forward(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             )
 
 
+def _dtype(entry: Facts) -> str:
+    """What the rank would run: the dtype asked for, else the one chosen (which no plan of ours chooses illegally)."""
+    asked = entry["dtype"]["asked"]
+    return str(entry["dtype"]["chosen"] if asked in (None, "auto") else asked)
+
+
 def kernel_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if "account" not in facts:  # at a start: the smoke launch proves the kernels instead
+        return
     for entry in plan["ranks"]:
         device = resolve(plan, device_pointer(plan, entry))
         capability = device["sm"]["value"] if device["kind"] == "cuda" else None
@@ -199,6 +207,8 @@ def kernel_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 
 def calibration_unlike(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if "request" not in facts:  # at a start: what was calibrated by is no longer at hand
+        return
     for seal, traits in unlike(facts["request"], plan).items():
         yield Refusal(
             "calibration-unlike",
@@ -210,6 +220,8 @@ def calibration_unlike(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 
 def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if "account" not in facts:  # at a start: the memory that is free by then is judged instead
+        return
     for place, entry in enumerate(plan["ranks"]):
         peak, limit = entry["memory"]["peak"]["value"], entry["memory"]["limit"]
         if peak is None or limit["value"] is None or peak <= limit["value"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from shlex import quote
 
 from planner.layout import device_pointer
 from planner.likeness import node_count
@@ -42,7 +43,8 @@ def multi_node(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 def world_mismatch(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     planned, found = world_of(plan), facts["world_size"]
     if planned != found:
-        how = "python -m executor PLAN" if planned == 1 else f"torchrun --nproc_per_node={planned} -m executor PLAN"
+        starter = "python" if planned == 1 else f"torchrun --nproc_per_node={planned}"
+        how = f"{starter} -m executor {quote(facts.get('plan_path', 'PLAN'))}"
         yield Refusal(
             "world-mismatch",
             f"a plan for {planned} rank{'s' if planned > 1 else ''}",

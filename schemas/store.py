@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from schemas.seal import append_run, verify
 from schemas.validate import refuse_other_kind, refuse_other_shape
 
 LARGEST_DOCUMENT_BYTES = 64 * 2**20
+MOUNTS = Path("/proc/self/mountinfo")
+RUN_BYTES = 256 * 2**10  # more than a run takes in its plan
 
 
 def load(path: str | os.PathLike[str], kind: str = "dormouse.plan") -> dict[str, Json]:
@@ -70,31 +73,74 @@ def write(path: str | os.PathLike[str], document: Json) -> None:
     _sync_folder(target.parent)
 
 
-def record(path: str | os.PathLike[str], digest: str, run: Mapping[str, Json]) -> None:
-    """Append ``run`` to the plan at ``path``, which must still carry the seal ``digest``.
+def record(path: str | os.PathLike[str], plan: Mapping[str, Json], run: Mapping[str, Json]) -> None:
+    """Append ``run`` to ``plan`` where it lies: at ``path``, under the same seal, with the runs recorded meanwhile.
 
-    Two recorders take turns by a lock on the folder. Raises Unfaithful when another plan lies there now, or when the
-    plan with this run could not be read back; OSError when it cannot be written.
+    Where nothing lies there, the plan is put there with the run. Two recorders take turns by a lock on the folder.
+    Raises Unfaithful when another plan lies there now, or when the plan with this run could not be read back; OSError
+    when it cannot be written.
+    """
+    target, digest = Path(os.path.realpath(path)), plan["seal"]["digest"]
+    with _locked(target.parent):
+        there = load(target) if target.exists() else plan
+        if there["seal"]["digest"] != digest:
+            raise Unfaithful(f"{path}: was replaced while its run went on (seal {there['seal']['digest'][:12]} now)")
+        write(target, with_run(there, run, str(path)))
+
+
+def with_run(plan: Mapping[str, Json], run: Mapping[str, Json], name: str) -> dict[str, Json]:
+    """``plan`` with ``run`` appended, proved to be what can be read back. Raises Unfaithful."""
+    recorded = append_run(plan, run)
+    refuse_other_shape(recorded, name)  # what could not be read back is never written over what can
+    verify(recorded, name)
+    return recorded
+
+
+def unrecordable_reason(path: str | os.PathLike[str], plan: Mapping[str, Json]) -> str | None:
+    """Why a run of ``plan`` could not be recorded at ``path``; None if it can, as far as can be told before it.
+
+    Raises Unfaithful where something lies there that is no plan.
+    """
+    if os.path.lexists(path):
+        there = load(path)["seal"]["digest"]
+        if there != plan["seal"]["digest"]:
+            return f"{path} holds another plan (seal {there[:12]}; the plan to run has {plan['seal']['digest'][:12]})"
+    return unwritable_reason(path, len(render(plan)) + RUN_BYTES)
+
+
+def unwritable_reason(path: str | os.PathLike[str], size: int = 0) -> str | None:
+    """Why no document of ``size`` bytes could be put at ``path``; None if one can.
+
+    Found by making and removing a file of that size beside it, and by opening what lies there for writing.
     """
     target = Path(os.path.realpath(path))
-    with _locked(target.parent):
-        plan = load(target)
-        if plan["seal"]["digest"] != digest:
-            raise Unfaithful(f"{path}: was replaced while its run went on (seal {plan['seal']['digest'][:12]} now)")
-        recorded = append_run(plan, run)
-        refuse_other_shape(recorded, str(path))  # what could not be read back is never written over what can
-        verify(recorded, str(path))
-        write(target, recorded)
-
-
-def unwritable_reason(path: str | os.PathLike[str]) -> str | None:
-    """Why no document could be written at ``path``, found by making and removing a file beside it; None if one can."""
-    folder = Path(os.path.realpath(path)).parent
     try:
-        with tempfile.NamedTemporaryFile(prefix=".dormouse.", dir=folder):
-            return None
+        with tempfile.NamedTemporaryFile(prefix=".dormouse.", dir=target.parent) as file:
+            file.write(bytes(size))
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
-        return f"the folder {folder} takes no file ({error.strerror})"
+        return f"the folder {target.parent} takes no file{f' of {size} bytes' * bool(size)} ({error.strerror})"
+    if _is_mounted(target):
+        return f"{target} is a mount point, and cannot be replaced by the plan with its run"
+    try:
+        if target.exists():  # an immutable file is found only by asking for it
+            os.close(os.open(target, os.O_RDWR))
+    except OSError as error:
+        return f"{target} cannot be written ({error.strerror})"
+    return None
+
+
+def _is_mounted(target: Path) -> bool:
+    """Whether ``target`` is a mount point: `os.path.ismount` sees no file that is bound from the same file system."""
+    if os.path.ismount(target):
+        return True
+    try:
+        rows = MOUNTS.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return False
+    escaped = re.sub(r"[\\ \t\n]", lambda found: f"\\{ord(found[0]):03o}", str(target))
+    return any(row.split(" ")[4] == escaped for row in rows)
 
 
 @contextmanager

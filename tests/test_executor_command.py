@@ -71,7 +71,8 @@ def test_the_ranks_of_a_plan_are_started_run_and_recorded(tmp_path: Path) -> Non
     assert [row["step"] for row in run["evaluations"]] == [2, 4, 5]
     assert run["data"][0]["sha256"] == plan["workload"]["data"]["sources"][0]["sha256"]["value"]
     lines = (tmp_path / "runs" / sealed["digest"][:12] / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines if "loss" in line] == [0, 1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
+    assert {json.loads(line)["run"] for line in lines} == {run["id"]}
 
 
 def test_torchrun_with_its_default_of_one_process_is_relaunched(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_another_number_of_processes_is_refused_by_one_of_them(tmp_path: Path) -
     first = command(tmp_path, path, RANK="0", WORLD_SIZE="2")
     second = command(tmp_path, path, RANK="1", WORLD_SIZE="2")
     assert (first.returncode, second.returncode) == (3, 3)
-    assert "refused (world-mismatch)" in first.stderr and "python -m executor PLAN" in first.stderr
+    assert "refused (world-mismatch)" in first.stderr and f"start it as: python -m executor {path}" in first.stderr
     assert second.stderr == ""
 
 
@@ -159,6 +160,35 @@ def test_a_package_of_the_working_folder_that_shadows_ours_is_refused(tmp_path: 
     done = command(tmp_path, path)
     assert done.returncode == 2
     assert f"{shadow} shadows Dormouse's own {name}" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["json", "torch", "argparse"])
+def test_a_file_of_the_working_folder_shadows_no_module(tmp_path: Path, name: str) -> None:
+    path, data = written(tmp_path, 1, steps=1)
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')\n")
+    done = command(tmp_path, path, "--data", data)
+    assert (done.returncode, "a stranger ran" in done.stderr) == (0, False), done.stderr
+
+
+def test_a_plan_over_several_nodes_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
+    path, data = written(tmp_path, 2)
+    made = load(path)
+    (name,) = made["fleet"]["nodes"]
+    made["fleet"]["nodes"]["node-ffffffff"] = made["fleet"]["nodes"][name]
+    write(path, plans.with_values(made, {}))
+    done = command(tmp_path, path, "--data", data)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("dormouse: refused (multi-node)") and "starting" not in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_forged_plan_is_refused_for_what_planning_refuses(tmp_path: Path, ranks: int) -> None:
+    path, data = written(tmp_path, ranks)
+    made = load(path)
+    write(path, plans.with_values(made, {f"/ranks/{place}/dtype": "fp16" for place in range(len(made["ranks"]))}))
+    done = command(tmp_path, path, "--data", data)
+    assert done.returncode == 3, done.stderr
+    assert "refused (dtype-unsupported)" in done.stderr and "starting" not in done.stderr
 
 
 def test_the_ranks_environment_has_nothing_of_another_launcher_and_no_working_folder() -> None:

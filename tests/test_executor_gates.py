@@ -174,7 +174,7 @@ def test_a_rank_that_is_not_finite_is_answered_by_all_at_once(folder: Path, answ
     words = "rank 1: loss is not finite"
     entry = results[0]["entry"]
     if answer == "stop":
-        assert [result["reason"] for result in results] == [f"{words} at step 3"] * 2
+        assert [result["reason"] for result in results] == [f"{words} at step 4"] * 2
         assert (entry["outcome"], entry["steps"], entry["skipped_steps"]) == ("failed", 3, 0)
         return
     assert [result["outcome"] for result in results] == ["finished"] * 2

@@ -71,6 +71,40 @@ def test_the_rank_at_fault_is_told_from_those_that_only_lost_it(
 
 
 @pytest.mark.parametrize(
+    ("waits", "culprit"),
+    [
+        ({0: 30.0, 1: 0.2, 2: 29.5}, "rank 1: came to the ranks' exchange only after another had waited 30 s for it"),
+        ({0: 0.2, 1: 30.0, 2: 30.0}, "rank 0: came to the ranks' exchange only after another had waited 30 s for it"),
+        ({0: 0.1, 1: 0.2, 2: 0.1}, None),
+    ],
+)
+def test_of_ranks_that_lost_one_another_the_last_to_come_is_named(
+    meetings: list[Meeting], waits: dict[int, float], culprit: str | None
+) -> None:
+    for rank, waited in waits.items():
+        meetings[rank].end(waited)
+    assert {meeting.culprit(0.2) for meeting in meetings} == {culprit}
+
+
+@pytest.mark.parametrize(("gone", "speaker"), [((), 0), ((0,), 1), ((0, 1), 2)])
+def test_the_lowest_rank_that_is_left_speaks_alone(
+    meetings: list[Meeting], gone: tuple[int, ...], speaker: int
+) -> None:
+    left = [meeting for meeting in meetings if meeting.rank not in gone]
+    for meeting in left:
+        meeting.end()
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda meeting: meeting.speaks(0.2), left)) == [m.rank == speaker for m in left]
+
+
+def test_a_rank_that_wakes_after_another_spoke_is_silent(meetings: list[Meeting]) -> None:
+    meetings[1].end()
+    assert meetings[1].speaks(0.1)
+    meetings[0].end()
+    assert not meetings[0].speaks(0.1)
+
+
+@pytest.mark.parametrize(
     ("codes", "returned", "expected"),
     [({0: 3, 1: 3}, 0, 3), ({0: 0, 1: 0}, 0, 0), ({0: 0, 1: 4}, 1, 4), ({1: 4}, 1, 4), ({}, 1, 4), ({}, 0, 0)],
 )
@@ -79,6 +113,7 @@ def test_the_code_of_a_run_is_the_one_its_ranks_left(
 ) -> None:
     for rank, code in codes.items():
         (tmp_path / f"rank-{rank:06}").write_text(str(code))
+    (tmp_path / "told").touch()
     assert launch._wait([sys.executable, "-c", f"raise SystemExit({returned})"], {}, tmp_path) == expected
 
 
@@ -91,14 +126,15 @@ def test_a_rank_whose_end_is_agreed_does_not_fail_in_torchruns_eyes(tmp_path: Pa
 
 
 def test_metrics_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
-    for start in ("first", "second"):
-        Teller(tmp_path, 1, start, io.StringIO()).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"run": "first"}\n{"run": "second"}\n'
+    for run in ("first", "second"):
+        Teller(tmp_path, 1, run, "now", io.StringIO()).close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"run": "first", "start": "now"}, {"run": "second", "start": "now"}]
 
 
 def test_lines_are_for_a_person_and_metrics_for_a_program(tmp_path: Path) -> None:
     out = io.StringIO()
-    teller = Teller(tmp_path / "run", 2, "2026-01-01T00:00:00Z", out)
+    teller = Teller(tmp_path / "run", 2, "run-1", "2026-01-01T00:00:00Z", out)
     for step in range(4):
         teller.step(step, 4, 2.5, 1.0, 0.5, 100)
     teller.skipped(4, "rank 1: loss is not finite")
@@ -109,8 +145,21 @@ def test_lines_are_for_a_person_and_metrics_for_a_program(tmp_path: Path) -> Non
     assert [line.split()[2] for line in lines if "loss 2.5" in line] == ["1/4", "3/4", "4/4"]
     assert "200 tokens/s  500.0 ms" in lines[0]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows[0] == {"run": "2026-01-01T00:00:00Z"}
+    assert rows[0] == {"run": "run-1", "start": "2026-01-01T00:00:00Z"}
+    assert {row["run"] for row in rows} == {"run-1"}
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5]
     assert rows[1]["tokens_per_second"] == 200.0
-    assert rows[5] == {"step": 4, "skipped": "rank 1: loss is not finite"}
+    assert rows[5] == {"run": "run-1", "step": 5, "skipped": "rank 1: loss is not finite"}
     assert rows[6]["loss"] is None
-    assert rows[7] == {"step": 4, "bits_per_byte": 3.25}
+    assert rows[7] == {"run": "run-1", "step": 4, "bits_per_byte": 3.25}
+
+
+def test_a_full_disk_ends_no_run(tmp_path: Path) -> None:
+    out = io.StringIO()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    teller = Teller(tmp_path, 1, "run-1", "now", out)
+    for step in range(2):
+        teller.step(step, 2, 2.5, 1.0, 0.5, 100)
+    teller.close()
+    assert out.getvalue().count("the run goes on without") == 1 and "No space left" in out.getvalue()
+    assert "step 2/2" in out.getvalue()

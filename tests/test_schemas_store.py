@@ -9,6 +9,7 @@ import re
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,7 +142,7 @@ def test_recording_through_a_symbolic_link_keeps_the_link_and_the_file(plan: dic
     store.write(real, base)
     real.chmod(0o640)
     link.symlink_to(real)
-    store.record(link, base["seal"]["digest"], run_of(base))
+    store.record(link, base, run_of(base))
     assert link.is_symlink() and len(store.load(link)["runs"]) == 1
     assert real.stat().st_mode & 0o777 == 0o640
     assert [path.name for path in real.parent.iterdir()] == ["plan.json"]
@@ -156,7 +157,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        store.record(path, base["seal"]["digest"], run_of(base))
+        store.record(path, base, run_of(base))
     monkeypatch.undo()
     assert store.load(path)["runs"] == [] and list(tmp_path.iterdir()) == [path]
 
@@ -165,7 +166,7 @@ def test_a_run_that_could_not_be_read_back_is_not_written_over_the_plan(tmp_path
     path, base = tmp_path / "plan.json", compiled()
     store.write(path, base)
     with pytest.raises(Unfaithful, match=r"/runs/0/steps: 'many' is not of type"):
-        store.record(path, base["seal"]["digest"], run_of(base, steps="many"))
+        store.record(path, base, run_of(base, steps="many"))
     assert store.load(path)["runs"] == []
 
 
@@ -173,13 +174,13 @@ def test_a_plan_replaced_meanwhile_is_not_recorded_into(tmp_path: Path) -> None:
     path, base = tmp_path / "plan.json", compiled()
     store.write(path, compiled(seed=1))
     with pytest.raises(Unfaithful, match="was replaced while its run went on"):
-        store.record(path, base["seal"]["digest"], run_of(base))
+        store.record(path, base, run_of(base))
 
 
 def _record(arguments: tuple[str, str]) -> None:
     path, identity = arguments
     base = store.load(path)
-    store.record(path, base["seal"]["digest"], run_of(base, id=identity))
+    store.record(path, base, run_of(base, id=identity))
 
 
 def test_recorders_at_the_same_time_lose_no_run(tmp_path: Path) -> None:
@@ -201,3 +202,61 @@ def test_a_run_adds_one_hunk_of_lines_to_the_file(plan: dict) -> None:
 def test_an_unwritable_place_is_found_before_the_run(tmp_path: Path) -> None:
     assert store.unwritable_reason(tmp_path / "plan.json") is None
     assert "takes no file" in (store.unwritable_reason(tmp_path / "nowhere" / "plan.json") or "")
+
+
+def test_a_place_is_unwritable_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, sizes = compiled(), []
+
+    def full(handle: int) -> None:
+        sizes.append(os.fstat(handle).st_size)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert "(No space left on device)" in (store.unrecordable_reason(tmp_path / "plan.json", base) or "")
+    assert sizes == [len(render(base)) + 256 * 1024] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["immutable", "a folder"])
+def test_a_plan_that_cannot_be_written_is_found_before_the_run(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    path.mkdir() if way == "a folder" else path.touch()
+    opened = os.open
+
+    def refuse(name: Any, flags: int, *more: Any, **named: Any) -> int:
+        if way == "immutable" and flags & os.O_RDWR and str(name) == str(path):
+            raise PermissionError(1, "Operation not permitted")
+        return opened(name, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    said = {"immutable": "Operation not permitted", "a folder": "Is a directory"}[way]
+    assert store.unwritable_reason(path) == f"{path} cannot be written ({said})"
+
+
+def test_a_plan_that_is_a_mount_point_is_found_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my plan.json"
+    path.touch()
+    row = f"36 35 98:0 /x {tmp_path}/my\\040plan.json rw,noatime - ext4 /dev/sda rw"
+    monkeypatch.setattr(store, "MOUNTS", tmp_path / "mountinfo")
+    store.MOUNTS.write_text(f"{row}\n")
+    assert "is a mount point" in (store.unwritable_reason(path) or "")
+    assert store.unwritable_reason(tmp_path / "plan.json") is None
+
+
+def test_another_plan_and_what_is_no_plan_are_found_before_the_run(tmp_path: Path) -> None:
+    base, path = compiled(), tmp_path / "plan.json"
+    assert store.unrecordable_reason(path, base) is None
+    store.write(path, compiled(seed=1))
+    assert "holds another plan (seal " in (store.unrecordable_reason(path, base) or "")
+    store.write(path, append_run(base, run_of(base)))
+    assert store.unrecordable_reason(path, base) is None
+    path.write_text("{}")
+    with pytest.raises(Unfaithful):
+        store.unrecordable_reason(path, base)
+
+
+def test_where_no_plan_lies_the_run_is_recorded_in_a_new_one(tmp_path: Path) -> None:
+    path, base = tmp_path / "plan.json", compiled()
+    store.record(path, append_run(base, run_of(base)), run_of(base, id="run-2"))
+    assert [run["id"] for run in store.load(path)["runs"]] == ["run-1", "run-2"]

@@ -1,0 +1,22 @@
+"""What a plan can be refused for before torch is imported and any rank is started: by the plan alone, the number of
+processes, and the place it is to be recorded in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.refusal import Refusal
+from planner.refusals import judge
+from schemas.form import Json
+
+
+def refusals(
+    plan: Mapping[str, Json], processes: int, path: str = "PLAN", unrecordable: str | None = None
+) -> list[Refusal]:
+    """Every refusal so far of running ``plan``, which lies at ``path``, in so many ``processes``.
+
+    What planning would refuse is judged too: a plan may have been sealed anew by other hands. ``unrecordable`` is why
+    the run could not be recorded.
+    """
+    facts = {"world_size": processes, "rank": 0, "ranks": [], "record_unwritable": unrecordable, "plan_path": path}
+    return [*judge("plan", plan, {}), *judge("start", plan, facts)]

@@ -1,0 +1,219 @@
+"""How a run ends: by a signal, a rank that is gone or hangs, a closed pipe, or a plan that takes it no more. Each time
+there is one message, the right code, and a record."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import plans
+from executor.entry import keep
+from schemas.form import render
+from schemas.store import load, write
+from test_executor_command import HOME, command, written
+from worlds import compiled, run_of
+
+FAULTY = '''
+import os
+import signal
+import time
+from datetime import timedelta
+
+from torch import nn
+
+FAULT = os.environ.get("FAULT", "")
+if "RANK" in os.environ:
+    from executor import fleet
+
+    fleet.STEP_TIMEOUT = timedelta(seconds=2)
+
+
+class Model(nn.Module):
+    """Bytes to bytes; at its sixth forward the FAULT "WHAT RANK" befalls its rank."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embedding, self.head, self.calls = nn.Embedding(256, width), nn.Linear(width, 256), 0
+
+    def forward(self, inputs, targets):
+        self.calls += 1
+        what, _, rank = FAULT.partition(" ")
+        if self.calls == 6 and os.environ.get("RANK", "0") == rank:
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "cut":
+                os.truncate("corpus.txt", 10)
+            if what == "remove":
+                os.replace("other.json", "plan.json")
+            time.sleep({"late": 2.6, "hang": 600}.get(what, 0))
+        if what == "slow":
+            time.sleep(0.1)
+        logits = self.head(self.embedding(inputs))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+'''
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Path, Path]]:
+    """A plan of the model above, and its data, in a folder of their own."""
+    (tmp_path / "faulty_model.py").write_text(FAULTY)
+    monkeypatch.chdir(tmp_path)
+    return lambda ranks, **more: written(tmp_path, ranks, model="faulty_model:Model", **{"steps": 8, **more})
+
+
+def said(stderr: str) -> list[str]:
+    """Dormouse's lines after those of the steps, and whatever is no line of Dormouse."""
+    lines = [line for line in stderr.splitlines() if "CPUAllocator" not in line]
+    return [
+        line for line in lines if not line.startswith(("dormouse: step", "dormouse: starting", "dormouse: the plan's"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("kill 0", "rank 0: is gone and left no word"),
+        ("kill 1", "rank 1: is gone and left no word"),
+        ("hang 1", "rank 1: did not come to step 4's exchange within 2 s"),
+        ("hang 0", "rank 0: did not come to step 4's exchange within 2 s"),
+        ("late 1", "rank 1: came to the ranks' exchange only after another had waited 2 s for it"),
+        ("late 0", "rank 0: came to the ranks' exchange only after another had waited 2 s for it"),
+    ],
+)
+def test_a_rank_that_is_gone_or_does_not_come_is_named_and_recorded(
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]], fault: str, cause: str
+) -> None:
+    path, data = faulty(2)
+    done = command(tmp_path, path, "--data", data, FAULT=fault)
+    assert said(done.stderr) == [f"dormouse: failed: {cause}"]
+    (run,) = load(path)["runs"]
+    assert (done.returncode, run["outcome"], run["reason"], run["steps"]) == (4, "failed", cause, 3)
+    lines = next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()
+    assert {json.loads(line)["run"] for line in lines} == {run["id"]}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_says_so_and_no_more(
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]], ranks: int, number: signal.Signals
+) -> None:
+    path, data = faulty(ranks, steps=200, settings={"log_every": 1})
+    process = _started(tmp_path, path, data, FAULT="slow")
+    before = _until(process, "step   2/200")
+    if number == signal.SIGINT:  # as the terminal does: to all at once
+        os.killpg(process.pid, number)
+    else:
+        process.terminate()
+    rest = process.communicate(timeout=60)[1]
+    (run,) = load(path)["runs"]
+    assert (process.returncode, run["outcome"]) == (4, "stopped"), before + rest
+    assert said(rest) == [f"dormouse: stopped: {number.name} after {run['steps']} steps"]
+
+
+def _started(folder: Path, path: Path, data: Path, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "executor", str(path), "--data", str(data)], cwd=folder, text=True,
+        env={**os.environ, "PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", **environ},
+        stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def _until(process: subprocess.Popen[str], words: str) -> str:
+    """What it writes up to the line with ``words``."""
+    assert process.stderr is not None
+    read = ""
+    while words not in read:
+        line = process.stderr.readline()
+        assert line, f"ended before {words!r}:\n{read}"
+        read += line
+    return read
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_when_no_one_listens_any_more(
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]], ranks: int
+) -> None:
+    path, data = faulty(ranks, settings={"log_every": 1})
+    process = _started(tmp_path, path, data)
+    _until(process, "step 1/8")
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(60) == 0
+    assert load(path)["runs"][0]["outcome"] == "finished"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_data_that_is_cut_during_the_run_kills_no_rank(
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]], ranks: int
+) -> None:
+    path, data = faulty(ranks)
+    done = command(tmp_path, path, "--data", data, FAULT="cut 0")
+    assert done.returncode == 0, done.stderr
+    run, planned = load(path)["runs"][0], load(path)["workload"]["data"]["sources"][0]
+    assert run["data"][0]["sha256"] == planned["sha256"]["value"]
+
+
+def test_a_run_whose_plan_was_replaced_is_kept_whole_beside_it(
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]]
+) -> None:
+    path, data = faulty(1)
+    sealed = load(path)["seal"]["digest"]
+    write(tmp_path / "other.json", plans.plan(data, 1, seed=9))
+    done = command(tmp_path, path, "--data", data, FAULT="remove 0")
+    (kept,) = tmp_path.glob("runs/*/record-*.json")
+    assert done.returncode == 4
+    (message,) = [line for line in said(done.stderr) if "held-out" not in line]
+    assert message.startswith("dormouse: finished, but the run could not be recorded in ")
+    assert f"{kept.relative_to(tmp_path)}; to add it: cp" in message
+    assert load(path)["runs"] == []
+    assert (load(kept)["seal"]["digest"], load(kept)["runs"][0]["outcome"]) == (sealed, "finished")
+
+
+def test_no_entry_that_was_kept_is_written_over(tmp_path: Path) -> None:
+    base, plan = compiled(), tmp_path / "plan.json"
+    plan.mkdir()
+    for name in ("run-1", "run-2"):
+        message = keep(base, plan, tmp_path / "run", run_of(base, id=name))
+        assert message is not None and f"record-{name}.json" in message
+    kept = sorted((tmp_path / "run").iterdir())
+    assert [path.name for path in kept] == ["record-run-1.json", "record-run-2.json"]
+    assert [[run["id"] for run in load(path)["runs"]] for path in kept] == [["run-1"], ["run-2"]]
+    assert kept[0].read_bytes() == render(load(kept[0]))
+
+
+def test_a_run_that_can_be_kept_nowhere_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = compiled()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file" / "tmp"))
+    (tmp_path / "file").touch()
+    message = keep(base, tmp_path / "file" / "plan.json", tmp_path / "file" / "run", run_of(base))
+    assert message is not None and "kept in no file at all" in message
+
+
+@pytest.mark.parametrize(
+    ("there", "code", "words"),
+    [("another plan", 3, "refused (record-unwritable)"), ("no plan", 2, "dormouse: "), ("nothing", 0, "finished")],
+)
+def test_what_lies_at_the_place_of_the_record_is_looked_at_first(
+    tmp_path: Path, there: str, code: int, words: str
+) -> None:
+    path, data = written(tmp_path, 1, steps=1)
+    place = tmp_path / "record.json"
+    if there == "another plan":
+        write(place, plans.plan(data, 1, seed=9))
+    elif there == "no plan":
+        place.write_text("a letter to my aunt")
+    before = place.read_bytes() if place.exists() else None
+    done = command(tmp_path, path, "--data", data, "--record", place)
+    assert done.returncode == code and words in done.stderr, done.stderr
+    assert load(path)["runs"] == [] and "Traceback" not in done.stderr
+    if there == "nothing":
+        assert load(place)["seal"] == load(path)["seal"] and len(load(place)["runs"]) == 1
+    else:
+        assert place.read_bytes() == before and not (tmp_path / "runs").exists()
