@@ -151,7 +151,7 @@ def _listen() -> None:
 
     def end(number: int, _: Any) -> NoReturn:
         for other in (signal.SIGINT, signal.SIGTERM):  # once: what follows is the recording
-            signal.signal(other, signal.SIG_IGN)
+            signal.signal(other, lambda *_: None)  # not SIG_IGN, which processes inherit that are started later
         raise launch.Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -80,28 +80,30 @@ def _wait(words: Sequence[str], environ: Mapping[str, str], folder: Path) -> int
         (folder / _LAUNCHER).open("wb") as log,
         subprocess.Popen(words, env=environ, stderr=log) as process,
     ):
-        returned = _patiently(process)
+        returned, stopped = _patiently(process)
     codes = [int(path.read_text()) for path in sorted(folder.glob("rank-*"))]
     code = (codes[0] or max(codes)) if codes else 4 * bool(returned)
     if code and not (folder / _TOLD).exists():
-        _show_launcher((folder / _LAUNCHER).read_text("utf-8", "replace"))
+        text = (folder / _LAUNCHER).read_text("utf-8", "replace")
+        voice.say(f"stopped: {stopped} before the run began" if stopped else _unexplained(text))
     return code
 
 
-def _patiently(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the launcher, whatever signals come: the terminal's Ctrl-C reaches it and the ranks too, SIGTERM is
-    passed on, once."""
-    passed: list[bool] = []
+def _patiently(process: subprocess.Popen[bytes]) -> tuple[int, str | None]:
+    """Wait for the launcher, whatever signals come; gives its code, and the name of the first signal.
 
-    def terminate(*_: Any) -> None:
-        if not passed:
-            passed.append(True)
+    The terminal's Ctrl-C reaches the launcher and the ranks too; SIGTERM is passed on, once.
+    """
+    came: list[signal.Signals] = []
+
+    def hear(number: int, _: Any) -> None:
+        if number == signal.SIGTERM and number not in came:
             process.terminate()
+        came.append(signal.Signals(number))
 
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: terminate}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return process.wait()
+        return process.wait(), came[0].name if came else None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -135,8 +137,8 @@ def _pass_on(reading: int) -> None:
             heard = False
 
 
-def _show_launcher(text: str) -> None:
-    voice.say("failed: the ranks ended and told no cause" + (f"; their launcher says:\n{text}" if text else ""))
+def _unexplained(text: str) -> str:
+    return "failed: the ranks ended and told no cause" + (f"; their launcher says:\n{text}" if text else "")
 
 
 def attach() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import plans
+from executor import launch
 from executor.entry import keep
 from schemas.form import render
 from schemas.store import load, write
@@ -115,6 +116,24 @@ def test_a_run_that_is_stopped_says_so_and_no_more(
     (run,) = load(path)["runs"]
     assert (process.returncode, run["outcome"]) == (4, "stopped"), before + rest
     assert said(rest) == [f"dormouse: stopped: {number.name} after {run['steps']} steps"]
+
+
+def test_ranks_that_are_stopped_before_they_met_are_told_of_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher stands for itself here: it is stopped, and ends as torch's does, with a traceback."""
+    ends = "import os, signal; os.kill(os.getppid(), signal.SIGINT); raise SystemError('a traceback')"
+    assert launch._wait([sys.executable, "-c", ends], {}, tmp_path) == 4
+    assert capfd.readouterr().err == "dormouse: stopped: SIGINT before the run began\n"
+
+
+def test_what_the_launcher_says_is_shown_where_no_rank_told_a_cause(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch._wait([sys.executable, "-c", "raise SystemError('no port is free')"], {}, tmp_path) == 4
+    said = capfd.readouterr().err
+    assert said.startswith("dormouse: failed: the ranks ended and told no cause; their launcher says:\n")
+    assert "SystemError: no port is free" in said
 
 
 def _started(folder: Path, path: Path, data: Path, **environ: str) -> subprocess.Popen[str]:
