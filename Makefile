@@ -33,7 +33,7 @@ test: check
 
 # What is generated from the code; a test keeps it current.
 docs: $(READY)
-	$(BIN)/python -m planner.refusals_page > docs/refusals.md
+	$(BIN)/python -m planner.refusals.page > docs/refusals.md
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

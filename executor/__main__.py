@@ -45,7 +45,7 @@ def _main(given: list[str]) -> int:
     if shadow is not None:
         return _end(shadow, USAGE)
     from executor import early
-    from planner.refusals import Refused
+    from planner.refusals.rules import Refused
     from schemas.form import Unfaithful
     from schemas.store import load, unrecordable_reason
 
@@ -118,7 +118,7 @@ def _run(plan: dict[str, Any], options: argparse.Namespace) -> int:
     launch.confine(own.device, own.kind)
     from executor.honour import BadRank
     from executor.run import Places, execute
-    from planner.refusals import Refused
+    from planner.refusals.rules import Refused
 
     digest = plan["seal"]["digest"]
     places = Places(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from planner import nvml
+from planner.machine import nvml
 from schemas.form import Json
 
 _ON_CPU = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from planner.refusal import Refusal
-from planner.refusals import judge
+from planner.refusals.refusal import Refusal
+from planner.refusals.rules import judge
 from schemas.form import Json
 
 

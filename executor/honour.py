@@ -14,9 +14,9 @@ from executor.data import BadData, Corpus
 from executor.meeting import Meeting
 from executor.optim.routing import split
 from executor.slices import RankSlice
-from planner import probe
 from planner.door import BadWorkload, Workload
-from planner.refusals import refuse
+from planner.machine import probe
+from planner.refusals.rules import refuse
 from planner.request import Usage
 from schemas.form import Json
 

@@ -30,7 +30,7 @@ from executor.peaks import probe, storage_bytes
 from executor.reporter import Mute, Reporter, Teller
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
 from planner.door import BadWorkload
-from planner.refusals import Refused
+from planner.refusals.rules import Refused
 from schemas.form import Json, Unfaithful
 from schemas.store import unrecordable_reason
 

@@ -75,11 +75,12 @@ def _command(arguments: list[str]) -> int:
 
 
 def _plan(asked: Namespace) -> int:
-    from planner import accounts, data, options, probe, request
-    from planner.compile import compile_plan
-    from planner.page import Page
-    from planner.refusals import Refused
-    from planner.summary import summarise
+    from planner import accounts, data, options, request
+    from planner.machine import probe
+    from planner.passes.compile import compile_plan
+    from planner.refusals.rules import Refused
+    from planner.views.page import Page
+    from planner.views.summary import summarise
     from schemas.form import render
 
     options.refuse_idle(asked)
@@ -108,7 +109,7 @@ def _source(devices: Any, record: Any) -> str:
 
 def _calibration(paths: Sequence[str] | None) -> list[dict[str, Any]]:
     """What the measured plans at ``paths`` teach, as rows of the request."""
-    from planner.calibration import rows
+    from planner.passes.calibration import rows
     from schemas.store import load
 
     return [row for path in paths or () for row in rows(load(path), path)]
@@ -126,7 +127,7 @@ def _print(document: bytes) -> None:
 
 
 def _probe(asked: Namespace) -> int:
-    from planner import probe
+    from planner.machine import probe
     from schemas.form import render
 
     _print(render(probe.record(asked.devices or "auto", timed=asked.benchmark, beyond=True, say=_note)))
@@ -134,8 +135,8 @@ def _probe(asked: Namespace) -> int:
 
 
 def _show(asked: Namespace) -> int:
-    from planner.page import Page
-    from planner.show import show
+    from planner.views.page import Page
+    from planner.views.show import show
     from schemas.store import load
 
     show(load(asked.plan), Page(sys.stdout))
@@ -143,7 +144,7 @@ def _show(asked: Namespace) -> int:
 
 
 def _verify(asked: Namespace) -> int:
-    from planner.words import clean, plural
+    from planner.views.words import clean, plural
     from schemas.store import load
 
     plan = load(asked.plan)
@@ -153,10 +154,10 @@ def _verify(asked: Namespace) -> int:
 
 
 def _diff(asked: Namespace) -> int:
-    from planner import changes, diff
-    from planner.diff_render import as_json, as_markdown, as_text
-    from planner.page import Page
     from planner.request import Usage
+    from planner.views import changes, diff
+    from planner.views.diff_render import as_json, as_markdown, as_text
+    from planner.views.page import Page
     from schemas.store import load
 
     limits = asked.fail_over or ()

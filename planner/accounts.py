@@ -18,8 +18,8 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+from planner.machine.toolchain import torch_constants
 from planner.request import Usage
-from planner.toolchain import torch_constants
 from schemas.form import Json, Unfaithful
 from schemas.seal import canonical_digest
 from schemas.store import load, loads, write

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from planner import request
-from planner.diff import FAIL_KINDS
 from planner.request import Usage
+from planner.views.diff import FAIL_KINDS
 
 COMMANDS = ("plan", "probe", "show", "diff", "verify")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from planner import cards
+from planner.machine import cards
 from schemas.form import Json
 
 DTYPES = ("auto", "bf16", "fp16", "fp32")
@@ -193,7 +193,7 @@ def compose(
         data: rows of name, weight, length in bytes and sha256.
         source: "auto", "cpu:N", cards of the catalogue or, where records were given, "record:" and the beginnings of
             their digests, not a path.
-        calibration: what the measured plans teach, as rows (see planner.calibration).
+        calibration: what the measured plans teach, as rows (see planner.passes.calibration).
     """
     return {
         "devices": source,

@@ -9,8 +9,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
-from planner import catalogue  # noqa: E402
-from planner.compile import compile_plan  # noqa: E402
+from planner.machine import catalogue  # noqa: E402
+from planner.passes.compile import compile_plan  # noqa: E402
 from schemas.form import render  # noqa: E402
 from schemas.seal import seal  # noqa: E402
 from worlds import CASES, account, cases, record, request  # noqa: E402

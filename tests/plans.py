@@ -12,8 +12,8 @@ from typing import Any
 
 from executor.account import account
 from handmade import request
-from planner import probe
-from planner.compile import compile_plan
+from planner.machine import probe
+from planner.passes.compile import compile_plan
 from schemas.document import is_reading, resolve
 from schemas.seal import seal
 

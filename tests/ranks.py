@@ -85,7 +85,7 @@ def _train(
     import faults
     from executor.fleet import abandon, fingerprint
     from executor.run import Places, execute
-    from planner.refusals import Refused
+    from planner.refusals.rules import Refused
 
     seen: dict[str, Any] = {"losses": [], "fingerprints": [], "weights": None, "gradients": None}
 

@@ -19,7 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 from fake_nvml import call_text  # noqa: E402
-from planner import arches, nvml, probe, toolchain  # noqa: E402
+from planner.machine import arches, nvml, probe, toolchain  # noqa: E402
 
 
 class Recorder:

@@ -15,7 +15,7 @@ from executor.guest import told
 from executor.slices import Source, WorkSlice
 from executor.workloads import configure, resolve
 from planner.door import BadWorkload
-from planner.refusals_run import smoke_failed
+from planner.refusals.of_runs import smoke_failed
 
 USERS = """
 import sys

@@ -14,7 +14,7 @@ from executor import build, honour, smoke
 from executor.conditions import seen
 from executor.run import Outcome, Places, execute
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
-from planner.refusals import Refused
+from planner.refusals.rules import Refused
 
 
 def run(plan: dict[str, Any], folder: Path) -> Outcome:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from planner import benchmark
+from planner.machine import benchmark
 from planner.request import Usage
 
 

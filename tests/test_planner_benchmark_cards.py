@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeNvml, load
-from planner import benchmark_cards, benchmark_cuda, benchmark_links, crew, probe
-from planner.benchmark_cards import Job, measure
+from planner.machine import benchmark_cards, benchmark_cuda, benchmark_links, crew, probe
+from planner.machine.benchmark_cards import Job, measure
+from planner.machine.ring_readings import all_reduce_readings, nccl_settings
 from planner.request import Usage
-from planner.ring_readings import all_reduce_readings, nccl_settings
 from schemas.form import Json, render
 from schemas.store import loads
 
@@ -252,7 +252,7 @@ def test_no_sum_of_tiles_leaves_what_bf16_holds_exactly() -> None:
 
 NOISY = """
 import os, runpy
-from planner import benchmark_links
+from planner.machine import benchmark_links
 
 quiet = benchmark_links.pairs
 
@@ -262,7 +262,7 @@ def noisy(request):
     return quiet(request)
 
 benchmark_links.pairs = noisy
-runpy.run_module("planner.benchmark_cuda", run_name="__main__")
+runpy.run_module("planner.machine.benchmark_cuda", run_name="__main__")
 """
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from planner.calibration import rows
-from planner.compile import compile_plan
-from planner.cost import ratio_at
-from planner.refusals import Refused
+from planner.passes.calibration import rows
+from planner.passes.compile import compile_plan
+from planner.passes.cost import ratio_at
+from planner.refusals.rules import Refused
 from schemas.form import Unfaithful
 from schemas.seal import append_run, verify
 from schemas.validate import refuse_other_shape

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner import cards, catalogue, probe
-from planner.compile import compile_plan
-from planner.legality import legal
+from planner.machine import cards, catalogue, probe
+from planner.machine.wheels import WHEELS
+from planner.passes.compile import compile_plan
+from planner.passes.legality import legal
 from planner.request import Usage
-from planner.wheels import WHEELS
 from schemas.document import BASES, is_reading, walk
 from schemas.form import render
 from schemas.seal import seal

@@ -10,10 +10,10 @@ import pytest
 
 import handmade
 import worlds
-from planner import diff_render
-from planner.changes import changed
-from planner.compile import compile_plan
-from planner.page import Page
+from planner.passes.compile import compile_plan
+from planner.views import diff_render
+from planner.views.changes import changed
+from planner.views.page import Page
 from schemas.seal import seal
 
 

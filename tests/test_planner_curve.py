@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.curve import RingFit, fit_ring
+from planner.machine.curve import RingFit, fit_ring
 
 SIZES = [2**power for power in range(16, 31)]
 

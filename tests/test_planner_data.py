@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from planner.compile import compile_plan
 from planner.data import first_held_out, least_length, longest_stride
-from planner.refusals import Refused
+from planner.passes.compile import compile_plan
+from planner.refusals.rules import Refused
 from worlds import account, record, request
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import handmade
-from planner import changes, diff, diff_render
-from planner.page import Page
 from planner.request import Usage
+from planner.views import changes, diff, diff_render
+from planner.views.page import Page
 from schemas.document import resolve, unknown
 from schemas.seal import seal
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeNvml, load
-from planner import arches, host, machine, nvml, probe, toolchain, torch_cards
+from planner.machine import arches, host, nvml, probe, toolchain, torch_cards
+from planner.machine import body as machine
 from schemas.form import render
 from schemas.store import loads
 

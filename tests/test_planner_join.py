@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeNvml, load
-from planner import probe
-from planner.likeness import in_order
+from planner.machine import probe
+from planner.passes.likeness import in_order
 from planner.request import Usage
 from schemas.document import reading
 from schemas.form import render

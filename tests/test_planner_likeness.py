@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.compile import compile_plan
-from planner.likeness import grouped, in_order, node_count, numbered
-from planner.refusals import judge
-from planner.refusals_run import world_of
+from planner.passes.compile import compile_plan
+from planner.passes.likeness import grouped, in_order, node_count, numbered
+from planner.refusals.of_runs import world_of
+from planner.refusals.rules import judge
 from schemas.form import render
 from schemas.seal import seal
 from schemas.store import loads

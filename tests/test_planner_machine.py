@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from planner.compile import compile_plan
-from planner.legality import kernel_veto, legal
-from planner.refusals import RULES, Refused
-from planner.wheels import WHEELS, holds, serving
+from planner.machine.wheels import WHEELS, holds, serving
+from planner.passes.compile import compile_plan
+from planner.passes.legality import kernel_veto, legal
+from planner.refusals.rules import RULES, Refused
 from schemas.document import reading
 from schemas.seal import seal
 from worlds import account, cases, fleet, request
@@ -66,7 +66,7 @@ def test_a_machine_that_cannot_serve_is_refused_by_name(row: dict[str, Any]) -> 
 
 
 def test_every_refusal_of_a_machine_has_a_case() -> None:
-    rules = {rule.code for rule in RULES if rule.test.__module__ == "planner.refusals_machine"}
+    rules = {rule.code for rule in RULES if rule.test.__module__ == "planner.refusals.of_machines"}
     assert rules == {row["code"] for row in cases("machine_refusals.json")}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import record_nvml
 from fake_nvml import CASES, FakeNvml, Handle, load
-from planner import nvml, probe
+from planner.machine import nvml, probe
 from planner.request import Usage
 from schemas.form import render
 from schemas.store import loads

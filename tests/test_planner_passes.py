@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.compile import PASSES, compile_plan
-from planner.layout import lay_out
-from planner.link import Rings, at_size, lane_rate, ring_volume
-from planner.refusals import RULES, Refused
-from planner.split import Group, assign_owners, split_samples
+from planner.passes.compile import PASSES, compile_plan
+from planner.passes.layout import lay_out
+from planner.passes.link import Rings, at_size, lane_rate, ring_volume
+from planner.passes.split import Group, assign_owners, split_samples
+from planner.refusals.rules import RULES, Refused
 from schemas.document import reading, walk
 from schemas.form import render
 from schemas.seal import verify
@@ -241,7 +241,7 @@ def test_what_cannot_be_honoured_is_refused_with_four_parts(row: dict[str, Any])
 
 def test_every_refusal_of_planning_has_a_case() -> None:
     planning = {rule.code for rule in RULES if rule.when in ("request", "plan")}
-    planning -= {rule.code for rule in RULES if rule.test.__module__ == "planner.refusals_machine"}
+    planning -= {rule.code for rule in RULES if rule.test.__module__ == "planner.refusals.of_machines"}
     elsewhere = {"mixed-kinds", "kernel-unsupported", "calibration-unlike", "data-too-short"}
     assert planning == {row["code"] for row in cases("refusals.json")} | elsewhere
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeNvml, load
-from planner import cpu, nvml, probe, toolchain
-from planner.benchmark import line
+from planner.machine import cpu, nvml, probe, toolchain
+from planner.machine.benchmark import line
 from schemas.document import reading
 from schemas.form import render
 from schemas.store import loads, write
@@ -59,7 +59,7 @@ def test_the_toolchain_is_read_without_importing_it() -> None:
     import sys
 
     code = (
-        "import sys; from planner import probe; probe.record('auto');"
+        "import sys; from planner.machine import probe; probe.record('auto');"
         "print([m for m in ('torch', 'triton', 'fla', 'bitsandbytes', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

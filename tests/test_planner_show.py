@@ -9,10 +9,10 @@ import pytest
 
 import handmade
 import worlds
-from planner import words
-from planner.page import Page
-from planner.show import asked, binds, show
-from planner.summary import fit_lines, summarise
+from planner.views import words
+from planner.views.page import Page
+from planner.views.show import asked, binds, show
+from planner.views.summary import fit_lines, summarise
 from schemas.document import decision, is_decision, reading, unknown, walk
 from schemas.seal import seal
 

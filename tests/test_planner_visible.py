@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeNvml, load
-from planner import nvml, probe
+from planner.machine import nvml, probe
 from planner.request import Usage
 
 ROWS = json.loads((Path(__file__).parent / "cases" / "nvml_visible.json").read_text("utf-8"))
@@ -35,7 +35,7 @@ def test_visible_is_what_cuda_shows_in_its_order(row: Any) -> None:
 
 
 def test_the_visible_order_is_the_order_of_ranks_whatever_order_a_file_lists_cards_in() -> None:
-    from planner.likeness import in_order
+    from planner.passes.likeness import in_order
 
     record = probe.record(
         "auto", environ={"CUDA_VISIBLE_DEVICES": "2,1,0"}, cards=FakeNvml(load("three_of_three_kinds"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.refusals_page import page
+from planner.refusals.page import page
 from schemas.store import load
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from planner.compile import compile_plan
+from planner.passes.compile import compile_plan
 from schemas.document import reading
 from schemas.seal import append_run, seal
 from schemas.store import load

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from planner.compile import compile_plan
+from planner.passes.compile import compile_plan
 from schemas.form import render
 from worlds import account, cluster, request
 

@@ -1,0 +1,1 @@
+"""From three documents to a plan: the ordered passes, and the formulas they share."""

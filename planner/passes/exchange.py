@@ -1,0 +1,76 @@
+"""Fourth pass: the exchange of gradients and of owners' updates. Bytes, buckets, the link, seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.passes import constants
+from planner.passes.calibrated import calibrated_time
+from planner.passes.calibration import calibrate_link
+from planner.passes.cost import DTYPE_BYTES
+from planner.passes.ledger import Ledger
+from planner.passes.link import ring_volume
+from planner.passes.paths import link_inputs, put_link, rings
+from planner.passes.ranks import most_owned, world_size
+from schemas.form import Json
+
+
+def exchange(
+    request: Mapping[str, Json], record: Mapping[str, Json], account: Mapping[str, Json], draft: Mapping[str, Json]
+) -> dict[str, Json]:
+    """Decide the buckets, and predict what the exchange moves and takes. One rank exchanges nothing."""
+    ledger = Ledger(draft)
+    world = world_size(draft)
+    if world == 1:
+        return ledger.draft
+    put_link(ledger)
+    _payload(ledger, world)
+    calibrate_link(ledger, request)
+    calibrated_time(
+        ledger,
+        "/exchange/seconds",
+        "/exchange/calibration/all_reduce",
+        lambda payload, buckets, *link: rings(ledger.draft, *link).all_reduce(payload, buckets),
+        ["/exchange/payload", "/exchange/buckets"],
+        link_inputs(ledger.draft),
+        ("ring all-reduce: 2(P-1) steps of latency a bucket, and the volume over the link", None),
+        measurable=True,
+    )
+    if "owners" in ledger.draft["exchange"]:
+        _owners(ledger, account)
+    return ledger.draft
+
+
+def _payload(ledger: Ledger, world: int) -> None:
+    width = DTYPE_BYTES[ledger.value("/exchange/reduce_dtype")]
+    sources = ["/workload/parameters/total", "/exchange/reduce_dtype"]
+    why = f"gradients at {width} B an element"
+    ledger.compute("/exchange/payload", "B", lambda n, _: n * width, sources, why, measurable=True)
+    payload = ledger.value("/exchange/payload")
+    smallest, largest = constants.SMALLEST_BUCKET_BYTES, constants.LARGEST_BUCKET_BYTES
+    bucket = min(max(payload // constants.BUCKETS_WANTED, smallest), largest)
+    why = f"payload / {constants.BUCKETS_WANTED}, within {smallest} and {largest} B"
+    ledger.decide("/exchange/bucket_bytes", None, bucket, why, inputs=["/exchange/payload"])
+    # DDP fills buckets by the gradients' own bytes, fp32, whatever they are reduced in.
+    gradients = ["/workload/parameters/total", "/exchange/bucket_bytes"]
+    why = "fp32 gradient bytes / bucket bytes, rounded up: at least so many, since a tensor is never cut"
+    ledger.compute("/exchange/buckets", "", lambda n, size: -(-4 * n // size), gradients, why)
+    why = f"2(P-1)/P payloads a rank, P = {world}"
+    ledger.compute("/exchange/volume", "B", lambda n: round(ring_volume(n, world)), ["/exchange/payload"], why)
+
+
+def _owners(ledger: Ledger, account: Mapping[str, Json]) -> None:
+    width = DTYPE_BYTES[ledger.value("/workload/config/ns_dtype")]
+    most = most_owned(ledger.draft, account)
+    inputs = ["/exchange/owners", "/workload/config/ns_dtype"]
+    why = f"updates of the largest owner at {width} B an element: every rank sends that much, padded"
+    ledger.compute("/exchange/owners_payload", "B", lambda *_: most * width, inputs, why, measurable=True)
+    calibrated_time(
+        ledger,
+        "/exchange/owners_seconds",
+        "/exchange/calibration/owners",
+        lambda share, *link: rings(ledger.draft, *link).all_gather(share),
+        ["/exchange/owners_payload"],
+        link_inputs(ledger.draft),
+        ("ring all-gather: P-1 steps of one rank's share", None),
+    )

@@ -1,0 +1,170 @@
+"""Third pass: the memory mechanisms that make each rank fit, and every rank's memory by component."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.passes import constants
+from planner.passes.ledger import Ledger
+from planner.passes.mechanisms import Mechanisms, names_of, subsets
+from planner.passes.memory import put_memory
+from planner.passes.ranks import rank_facts
+from planner.views.words import size
+from schemas.form import Json
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One rank under one set of mechanisms: its predicted peak in bytes, and its time (None: rates unknown)."""
+
+    mechanisms: Mechanisms
+    peak: float
+    seconds: float | None
+
+
+def fit(
+    request: Mapping[str, Json], record: Mapping[str, Json], account: Mapping[str, Json], draft: Mapping[str, Json]
+) -> dict[str, Json]:
+    """Decide the mechanisms: exact ones rank by rank, those that alter an update for the whole fleet."""
+    ledger = Ledger(draft)
+    cpu = all(device["kind"] == "cpu" for device in ledger.draft["fleet"]["devices"].values())
+    overhead = constants.ALLOCATOR_OVERHEAD["cpu" if cpu else "cuda"]
+    ledger.put("/fit/allocator_overhead", overhead.reading())
+    ledger.put("/fit/process_bytes", constants.PROCESS_BYTES.reading())
+    _Search(ledger, request, account).decide()
+    for place in range(len(ledger.draft["ranks"])):
+        put_memory(ledger, account, place, cpu)
+    return ledger.draft
+
+
+class _Search:
+    """The exact search over sets of mechanisms. The set of a fleet is small: 2^mechanisms candidates a rank."""
+
+    def __init__(self, ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> None:
+        self.ledger = ledger
+        self.rows: Mapping[str, Mapping[str, Json]] = account["mechanisms"]
+        self.off = request["fit"] in (None, "off")
+        self.asked = None if request["fit"] is None else request["fit_policy"] or "cheapest"
+        self.in_order = self.asked == "in-order"
+        entries = ledger.draft["ranks"]
+        self.ranks = [rank_facts(ledger.draft, account, place) for place in range(len(entries))]
+        self.shapes = [(entry["batch"]["chosen"], entry["seq"]["chosen"]) for entry in entries]
+        self.limits = [entry["memory"]["limit"]["value"] for entry in entries]
+        # Without rates no set is known to be the cheapest.
+        self.blind = not self.in_order and any(rank.rates is None for rank in self.ranks)
+
+    def decide(self) -> None:
+        fleet, chosen = self._chosen()
+        why = "--fit is off" if self.off else self._reason(fleet)
+        outcome = "default" if self.off else "fallback" if self.blind else "granted"
+        asked = None if self.off else self.asked
+        self.ledger.decide("/fit/mechanisms", asked, list(fleet), why, outcome=outcome)
+        for place, candidate in enumerate(chosen):
+            own = [name for name in candidate.mechanisms if self.rows[name]["scope"] == "rank"]
+            self.ledger.decide(
+                f"/ranks/{place}/mechanisms",
+                asked,
+                own,
+                why if self.off else self._fits(place, candidate),
+                outcome=outcome,
+                inputs=[f"/ranks/{place}/memory/limit"],
+                rejected=[] if self.off else self._rejected(place, fleet, candidate),
+            )
+
+    def _chosen(self) -> tuple[Mechanisms, list[Candidate]]:
+        if self.off:
+            return (), [self._weigh(place, ()) for place in range(len(self.ranks))]
+        if self.in_order or self.blind:
+            return self._engage_in_order()
+        return self._cheapest()
+
+    def _cheapest(self) -> tuple[Mechanisms, list[Candidate]]:
+        """The sets with the least time of the slowest rank; of equals, the fewest mechanisms."""
+        best: tuple[tuple[float, int], Mechanisms, list[Candidate]] | None = None
+        for fleet in subsets(self._names("fleet")):
+            picks = [self._best_of_rank(place, fleet) for place in range(len(self.ranks))]
+            found = [pick for pick in picks if pick is not None]
+            if len(found) < len(picks):
+                continue
+            time = max(pick.seconds or 0.0 for pick in found)
+            key = (time, len(fleet) + sum(len(pick.mechanisms) for pick in found))
+            if best is None or key < best[0]:
+                best = (key, fleet, found)
+        if best is None:
+            return self._everything()
+        return best[1], best[2]
+
+    def _best_of_rank(self, place: int, fleet: Mechanisms) -> Candidate | None:
+        candidates = [self._weigh(place, (*fleet, *own)) for own in subsets(self._names("rank", place))]
+        fitting = [item for item in candidates if self._holds(place, item)]
+        return min(fitting, key=lambda item: (item.seconds or 0.0, len(item.mechanisms)), default=None)
+
+    def _engage_in_order(self) -> tuple[Mechanisms, list[Candidate]]:
+        """One mechanism after the other in the account's order, each rank's own only while that rank does not fit."""
+        fleet: Mechanisms = ()
+        own: list[Mechanisms] = [()] * len(self.ranks)
+        for name, row in [("", {"scope": ""}), *self.rows.items()]:
+            if row["scope"] == "fleet":
+                fleet = (*fleet, name)
+            elif row["scope"] == "rank":
+                own = [
+                    (*held, name)
+                    if name in self._names("rank", place) and not self._fits_with(place, fleet, held)
+                    else held
+                    for place, held in enumerate(own)
+                ]
+            if all(self._fits_with(place, fleet, held) for place, held in enumerate(own)):
+                break
+        return fleet, [self._weigh(place, (*fleet, *held)) for place, held in enumerate(own)]
+
+    def _everything(self) -> tuple[Mechanisms, list[Candidate]]:
+        # Nothing fits: the draft engages all there is, and the refusal names each component that is left.
+        fleet = self._names("fleet")
+        return fleet, [self._weigh(place, (*fleet, *self._names("rank", place))) for place in range(len(self.ranks))]
+
+    def _names(self, scope: str, place: int | None = None) -> Mechanisms:
+        kinds = {self.ranks[place].kind} if place is not None else {rank.kind for rank in self.ranks}
+        return names_of(self.rows, scope, kinds)
+
+    def _weigh(self, place: int, mechanisms: Mechanisms) -> Candidate:
+        rank, (b, t) = self.ranks[place], self.shapes[place]
+        return Candidate(
+            mechanisms,
+            rank.peak(b, t, mechanisms),
+            None if rank.rates is None else rank.compute_seconds(b, t, mechanisms),
+        )
+
+    def _holds(self, place: int, candidate: Candidate) -> bool:
+        return self.limits[place] is None or candidate.peak <= self.limits[place]
+
+    def _fits_with(self, place: int, fleet: Mechanisms, own: Mechanisms) -> bool:
+        return self._holds(place, self._weigh(place, (*fleet, *own)))
+
+    def _reason(self, fleet: Mechanisms) -> str:
+        how = "of the sets that fit, the one with the least time"
+        if self.in_order or self.blind:
+            how = "engaged in order until every rank fits" + (
+                ", since a rank's rates are unknown" if self.blind else ""
+            )
+        return "; ".join([how, *[self.rows[name]["why"] for name in fleet]])
+
+    def _fits(self, place: int, candidate: Candidate) -> str:
+        limit, peak = self.limits[place], size(round(candidate.peak))
+        if limit is None:
+            return f"peak {peak}; no limit is known"
+        return f"peak {peak}, {'within' if candidate.peak <= limit else 'OVER'} {size(limit)}"
+
+    def _rejected(self, place: int, fleet: Mechanisms, chosen: Candidate) -> list[dict[str, Json]]:
+        rows = []
+        for own in subsets(self._names("rank", place)):
+            other = self._weigh(place, (*fleet, *own))
+            if set(other.mechanisms) == set(chosen.mechanisms):
+                continue
+            row: dict[str, Json] = {"option": list(own), "saves_bytes": round(chosen.peak - other.peak)}
+            over = f"its peak of {size(round(other.peak))} is over the limit"
+            row["why"] = "not needed, and no faster" if self._holds(place, other) else over
+            if other.seconds is not None and chosen.seconds is not None:
+                row["costs_seconds"] = other.seconds - chosen.seconds
+            rows.append(row)
+        return rows

@@ -1,0 +1,237 @@
+"""First pass: what each rank computes with. Capability, dtype, kernels, threads, and the rates it is reckoned by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.passes import constants
+from planner.passes.calibration import calibrate_ranks
+from planner.passes.layout import device_pointer, per_rank
+from planner.passes.ledger import Ledger
+from planner.passes.legality import is_gtx16, kernel_veto, legal
+from planner.passes.ranks import sharing, world_size
+from planner.passes.served import put_served
+from schemas.document import RUNGS, reading, resolve, unknown
+from schemas.form import Json
+
+
+def policy(
+    request: Mapping[str, Json], record: Mapping[str, Json], account: Mapping[str, Json], draft: Mapping[str, Json]
+) -> dict[str, Json]:
+    """Decide dtype, kernels and threads of every rank, and the fleet's Newton-Schulz dtype."""
+    ledger = Ledger(draft)
+    for place, entry in enumerate(ledger.draft["ranks"]):
+        base = f"/ranks/{place}"
+        device = device_pointer(ledger.draft, entry)
+        _capability(ledger, base, device)
+        if ledger.value(f"{device}/kind") == "cuda":
+            put_served(ledger, base, device)
+        _dtype(ledger, base, device, per_rank(request["dtype"], entry["members"][0]))
+        _threads(ledger, base, device)
+        ledger.put(f"{base}/kernels", {})  # a model may require none
+        for name, rows in account["kernels"].items():
+            _kernel(ledger, base, device, name, rows, account["config"])
+        _rates(ledger, base, device)
+    _drop_kernel_keys(ledger, account)
+    _newton_schulz_dtype(ledger, account)
+    _backend(ledger)
+    if world_size(draft) > 1:
+        _reduce_dtype(ledger, request["reduce"])
+    calibrate_ranks(ledger, request, account)
+    return ledger.draft
+
+
+def _capability(ledger: Ledger, base: str, device: str) -> None:
+    kind = ledger.value(f"{device}/kind")
+    source = f"{device}/sm" if kind == "cuda" else f"{device}/kind"
+    found = ledger.value(source)
+    for rung in RUNGS:
+        if found is None and rung != "fp32":
+            item = unknown("", "the card does not say its compute capability", inputs=[source])
+        else:
+            able, why = legal(rung, kind, found if kind == "cuda" else None)
+            item = reading(able, "", "computed", why, inputs=[source])
+        ledger.put(f"{base}/capability/{rung}", item)
+
+
+def _dtype(ledger: Ledger, base: str, device: str, asked: str | None) -> None:
+    where = f"{base}/capability"
+    if asked not in (None, "auto"):
+        able = ledger.draft["ranks"][int(base.split("/")[2])]["capability"][asked]
+        ledger.decide(f"{base}/dtype", asked, asked, f"asked for; {able['why']}", inputs=[f"{where}/{asked}"])
+    elif ledger.value(f"{device}/kind") == "cpu":
+        why = "on a CPU fp32 is exact, and bf16 is faster on few processors: it is there when asked for"
+        ledger.decide(f"{base}/dtype", asked, "fp32", why, inputs=[f"{where}/fp32"])
+    elif ledger.value(f"{where}/bf16"):
+        why = resolve(ledger.draft, f"{where}/bf16")["why"]
+        ledger.decide(f"{base}/dtype", asked, "bf16", why, inputs=[f"{where}/bf16"])
+    else:
+        _fall_back_to_fp32(ledger, base, device, asked)
+
+
+def _fall_back_to_fp32(ledger: Ledger, base: str, device: str, asked: str | None) -> None:
+    where = f"{base}/capability"
+    rejected = [{"option": "bf16", "why": resolve(ledger.draft, f"{where}/bf16")["why"]}]
+    half = ledger.value(f"{where}/fp16")
+    if half and is_gtx16(ledger.value(f"{device}/name")):
+        why = "a GTX 16xx has it and was seen to give NaN in it: not before a finite check on this very card has passed"
+        rejected.append({"option": "fp16", "why": why})
+    elif half:
+        rejected.append({"option": "fp16", "why": "the card has it, but the runtime has no fp16 forward yet"})
+    else:
+        rejected.append({"option": "fp16", "why": resolve(ledger.draft, f"{where}/fp16")["why"]})
+    why = f"bf16={int(bool(ledger.value(f'{where}/bf16')))} fp16={int(bool(half))}: fp32 is what is left"
+    inputs = [f"{where}/bf16", f"{where}/fp16"]
+    ledger.decide(f"{base}/dtype", asked, "fp32", why, outcome="fallback", inputs=inputs, rejected=rejected)
+
+
+def _threads(ledger: Ledger, base: str, device: str) -> None:
+    if ledger.value(f"{device}/kind") != "cpu":
+        return
+    cores = ledger.value(f"{device}/cores")
+    if cores is None:
+        ledger.decide(f"{base}/threads", None, 1, "the number of cores is unknown", inputs=[f"{device}/cores"])
+        return
+    ranks = sharing(ledger.draft, ledger.draft["ranks"][int(base.split("/")[2])])
+    why = f"{cores} cores shared by {ranks} rank{'s' if ranks > 1 else ''}"
+    if cores < ranks:
+        why += ": fewer cores than ranks, so each has but a share of one"
+    ledger.decide(f"{base}/threads", None, max(1, cores // ranks), why, inputs=[f"{device}/cores"])
+
+
+def _kernel(
+    ledger: Ledger,
+    base: str,
+    device: str,
+    name: str,
+    rows: list[Mapping[str, Json]],
+    config: Mapping[str, Mapping[str, Json]],
+) -> None:
+    kind, dtype = ledger.value(f"{device}/kind"), ledger.value(f"{base}/dtype")
+    capability = ledger.value(f"{device}/sm") if kind == "cuda" else None
+    vetoes = {row["name"]: kernel_veto(row, kind, capability, dtype, ledger.draft["toolchain"]) for row in rows}
+    reasons = {row["name"]: row["why"] for row in rows}
+    asked = config.get(name, {}).get("asked")
+    inputs = [f"{base}/dtype", f"{device}/{'sm' if kind == 'cuda' else 'kind'}"]
+    if asked not in (None, "auto"):
+        ledger.decide(f"{base}/kernels/{name}", asked, asked, f"asked for: {reasons[asked]}", inputs=inputs)
+        return
+    first = rows[0]["name"]
+    chosen = next((option for option, veto in vetoes.items() if veto is None), first)
+    rejected = [
+        {"option": option, "why": veto or f"{chosen} comes before it"}
+        for option, veto in vetoes.items()
+        if option != chosen
+    ]
+    outcome = "default" if chosen == first else "fallback"
+    where = f"{base}/kernels/{name}"
+    ledger.decide(where, asked, chosen, reasons[chosen], outcome=outcome, inputs=inputs, rejected=rejected)
+
+
+def _drop_kernel_keys(ledger: Ledger, account: Mapping[str, Json]) -> None:
+    # What a kernel's key asked for is decided rank by rank; the configuration does not say it a second time.
+    for name in account["kernels"]:
+        ledger.draft["workload"]["config"].pop(name, None)
+
+
+def _newton_schulz_dtype(ledger: Ledger, account: Mapping[str, Json]) -> None:
+    row = account["config"].get("ns_dtype")
+    if row is None or row["chosen"] != "auto":
+        return
+    inputs = [f"/ranks/{place}/capability/bf16" for place in range(len(ledger.draft["ranks"]))]
+    kinds = {device["kind"] for device in ledger.draft["fleet"]["devices"].values()}
+    native = kinds == {"cuda"} and all(ledger.value(source) for source in inputs)
+    why = (
+        "every card has native bf16" if native else "not every device has fast bf16 products, and one dtype serves all"
+    )
+    ledger.decide("/workload/config/ns_dtype", row["asked"], "bf16" if native else "fp32", why, inputs=inputs)
+
+
+def _backend(ledger: Ledger) -> None:
+    kinds = {device["kind"] for device in ledger.draft["fleet"]["devices"].values()}
+    if world_size(ledger.draft) == 1:
+        ledger.decide("/exchange/backend", None, "none", "one rank exchanges nothing: the plain loop, no process group")
+    elif kinds == {"cuda"}:
+        ledger.decide("/exchange/backend", None, "nccl", "CUDA ranks exchange through NCCL, never through gloo")
+    else:
+        ledger.decide("/exchange/backend", None, "gloo", "CPU ranks exchange through gloo")
+
+
+def _reduce_dtype(ledger: Ledger, asked: str | None) -> None:
+    inputs = [f"/ranks/{place}/dtype" for place in range(len(ledger.draft["ranks"]))]
+    dtypes = {ledger.value(source) for source in inputs}
+    if asked not in (None, "auto"):
+        ledger.decide("/exchange/reduce_dtype", asked, asked, "asked for")
+    elif len(dtypes) == 1:
+        why = "the dtype that every rank computes in"
+        ledger.decide("/exchange/reduce_dtype", asked, dtypes.pop(), why, inputs=inputs)
+    else:
+        why = f"ranks compute in {' and '.join(sorted(dtypes))}, and fp32 loses none of them"
+        ledger.decide("/exchange/reduce_dtype", asked, "fp32", why, outcome="fallback", inputs=inputs)
+
+
+def _rates(ledger: Ledger, base: str, device: str) -> None:
+    """The three rates that time is reckoned by: products (FLOP/s), memory (B/s) and launches (s each)."""
+    dtype, found = ledger.value(f"{base}/dtype"), resolve(ledger.draft, device)
+    cpu = found["kind"] == "cpu"
+    launch = constants.CPU_LAUNCH_SECONDS if cpu else constants.GPU_LAUNCH_SECONDS
+    _rate(ledger, f"{base}/rates/launch{'_a_core' if cpu else ''}", device, "launch_seconds", launch)
+    if cpu:
+        _rate(ledger, f"{base}/rates/bandwidth_a_core", device, "bandwidth", constants.CPU_BANDWIDTH)
+        _cpu_rates(ledger, base, device, f"rate_{dtype}")
+        return
+    products = ("products", f"rate_{dtype}", f"peak_{dtype}", "FLOP/s", constants.GPU_PRODUCT_EFFICIENCY)
+    memory = ("bandwidth", "bandwidth", "peak_bandwidth", "B/s", constants.GPU_BANDWIDTH_EFFICIENCY)
+    for row in (products, memory):
+        _card_rate(ledger, base, device, row)
+
+
+def _card_rate(ledger: Ledger, base: str, device: str, row: tuple[str, str, str, str, constants.Assumed]) -> None:
+    """A card's rate: as timed, else its data sheet's peak by the share of it that is reached, else unknown."""
+    name, timed, peak, unit, efficiency = row
+    found, pointer = resolve(ledger.draft, device), f"{base}/rates/{name}"
+    if found.get(timed, {}).get("value") is not None:
+        ledger.compute(pointer, unit, float, [f"{device}/{timed}"], "as the record has it")
+    elif found.get(peak, {}).get("value") is not None:
+        ledger.put(f"{pointer}_efficiency", efficiency.reading())
+        inputs = [f"{device}/{peak}", f"{pointer}_efficiency"]
+        ledger.compute(pointer, unit, lambda sheet, share: sheet * share, inputs, "the data sheet's peak x efficiency")
+    else:
+        why = f"neither timed nor in a data sheet: run dormouse-plan with --benchmark to have this card's {timed}"
+        ledger.put(pointer, unknown(unit, why))
+
+
+def _rate(ledger: Ledger, pointer: str, device: str, key: str, assumed: constants.Assumed) -> None:
+    if resolve(ledger.draft, device).get(key, {}).get("value") is not None:
+        ledger.compute(pointer, assumed.unit, float, [f"{device}/{key}"], "as the record has it")
+    else:
+        ledger.put(pointer, assumed.reading())
+
+
+def _cpu_rates(ledger: Ledger, base: str, device: str, key: str) -> None:
+    rates = f"{base}/rates"
+    found = resolve(ledger.draft, device)
+    ranks = sharing(ledger.draft, ledger.draft["ranks"][int(base.split("/")[2])])
+    why = f"the rank's threads, or its share of the cores where {ranks} ranks have fewer between them"
+    inputs = [f"{base}/threads", f"{device}/cores"]
+    ledger.compute(f"{rates}/effective_cores", "", lambda n, all_: min(n, all_ / ranks), inputs, why)
+    inputs, why = [f"{rates}/launch_a_core", f"{rates}/effective_cores"], "a launch on a core, or on a share of one"
+    ledger.compute(f"{rates}/launch", "s", lambda launch, n: launch / min(1, n), inputs, why)
+    if "bandwidth" in found:
+        ledger.compute(f"{rates}/bandwidth", "B/s", float, [f"{rates}/bandwidth_a_core"], "timed with a rank's threads")
+    else:
+        inputs = [f"{rates}/effective_cores", f"{rates}/bandwidth_a_core"]
+        ledger.compute(f"{rates}/bandwidth", "B/s", lambda n, rate: n * rate, inputs, "cores x a core's share")
+    if key in found:
+        ledger.compute(f"{rates}/products", "FLOP/s", float, [f"{device}/{key}"], "as the record has it")
+        return
+    ledger.put(f"{rates}/flops_per_lane", constants.CPU_FLOPS_PER_LANE.reading())
+    clock = f"{device}/clock"
+    if found["clock"]["value"] is None:
+        clock = f"{rates}/clock"
+        ledger.put(clock, constants.CPU_CLOCK_HZ.reading())
+    inputs = [f"{rates}/effective_cores", clock, f"{device}/vector_bits", f"{rates}/flops_per_lane"]
+    why = "cores x clock x (vector bits / 32) lanes x FLOP a lane and cycle"
+    ledger.compute(
+        f"{rates}/products", "FLOP/s", lambda n, hertz, bits, flops: n * hertz * bits / 32 * flops, inputs, why
+    )

@@ -1,0 +1,127 @@
+"""One rank of a draft as the formulas of `planner.passes.cost` take it, and the memory it may use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.passes import constants
+from planner.passes.cost import DTYPE_BYTES, UNIT_RATES, Rank, shape_name
+from planner.passes.layout import device_pointer, per_rank
+from planner.passes.ledger import Ledger
+from schemas.document import reading
+from schemas.form import Json
+
+
+def world_size(draft: Mapping[str, Json]) -> int:
+    return sum(len(entry["members"]) for entry in draft["ranks"])
+
+
+def owned_by(draft: Mapping[str, Json], account: Mapping[str, Json], rank: int) -> tuple[int, ...]:
+    """Indices of the matrices whose update ``rank`` computes: its own on a fleet, all of them alone."""
+    owners = draft["exchange"].get("owners")
+    if owners is None:
+        return tuple(range(len(account["matrices"])))
+    return tuple(place for place, owner in enumerate(owners["chosen"]) if owner == rank)
+
+
+def elements_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> int:
+    shapes = [account["matrices"][place]["shape"] for place in owned]
+    return sum(int(shape[-2] * shape[-1]) for shape in shapes)
+
+
+def flops_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> float:
+    """FLOPs of the updates of ``owned``: what tells the slowest of alike ranks."""
+    return float(sum(account["shapes"][shape_name(account["matrices"][place])]["flops"] for place in owned))
+
+
+def most_owned(draft: Mapping[str, Json], account: Mapping[str, Json]) -> int:
+    """Elements of the matrices of the rank that owns most."""
+    totals: dict[int, int] = {}
+    owners = draft["exchange"]["owners"]["chosen"] if "owners" in draft["exchange"] else [0] * len(account["matrices"])
+    for place, owner in enumerate(owners):
+        totals[owner] = totals.get(owner, 0) + elements_of(account, (place,))
+    return max(totals.values(), default=0)
+
+
+def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: int) -> Rank:
+    """The facts of entry ``place``; where its members own unlike matrices, of the member that owns the most."""
+    entry = draft["ranks"][place]
+    sets = [owned_by(draft, account, rank) for rank in entry["members"]]
+    rates = tuple(entry["rates"][name]["value"] for name in ("products", "bandwidth", "launch"))
+    taught = {part: item["value"] for part, item in entry.get("calibration", {}).items()}
+    if None in rates and "compute" in taught:
+        rates = UNIT_RATES
+    config, exchange = draft["workload"]["config"], draft["exchange"]
+    return Rank(
+        kind=kind_of(draft, entry),
+        dtype=entry["dtype"]["chosen"],
+        rates=None if None in rates else (rates[0], rates[1], rates[2]),
+        account=account,
+        owned=max(sets, key=lambda owned: elements_of(account, owned)),
+        updated=max(sets, key=lambda owned: flops_of(account, owned)),
+        most_owned=most_owned(draft, account),
+        world=world_size(draft),
+        newton_schulz_bytes=DTYPE_BYTES[config["ns_dtype"]["chosen"]],
+        reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
+        workspace=int(constants.GPU_WORKSPACE_BYTES.value) if kind_of(draft, entry) == "cuda" else 0,
+        overhead=constants.ALLOCATOR_OVERHEAD[kind_of(draft, entry)].value,
+        compute_ratios=taught.get("compute", ()),
+        optimizer_ratios=taught.get("optimizer", ()),
+    )
+
+
+def kind_of(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> str:
+    """cpu or cuda."""
+    return next(
+        str(device["kind"]) for device in draft["fleet"]["devices"].values() if entry["devices"][0] in device["ids"]
+    )
+
+
+def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float | None:
+    """Put the bytes that entry ``place`` may use at its ``memory/limit``; None when nothing is known or asked.
+
+    With a budget of N: the smaller of 0.9 N and free memory less 512 MiB. Where free memory is unknown, nine tenths of
+    the card's whole memory stand for it. Ranks on one CPU share its memory.
+    """
+    entry, pointer = ledger.draft["ranks"][place], f"/ranks/{place}/memory/limit"
+    device, ranks = device_pointer(ledger.draft, entry), sharing(ledger.draft, entry)
+    budget = per_rank(request["fit"], entry["members"][0])
+    margin, headroom = constants.FREE_MARGIN_BYTES, constants.FIT_HEADROOM
+    if ledger.value(f"{device}/memory_free") is not None:
+        source, why = f"{device}/memory_free", "free memory / {} - 512 MiB" if ranks > 1 else "free memory - 512 MiB"
+
+        def room(free: float) -> float:
+            return free / ranks - margin
+    else:
+        source, why = f"{device}/memory_total", "0.9 of all memory, since how much is free is unknown"
+
+        def room(free: float) -> float:
+            return headroom * free / ranks
+
+    why = why.format(ranks)
+    if isinstance(budget, int) and ledger.value(source) is None:
+        limit: float | None = int(headroom * budget)
+        ledger.put(pointer, reading(limit, "B", "declared", f"0.9 x {budget} B; the card's memory is unknown"))
+    elif isinstance(budget, int):
+        why = f"the smaller of 0.9 x {budget} B and {why}"
+        limit = ledger.compute(pointer, "B", lambda n: int(min(headroom * budget, room(n))), [source], why)
+    else:
+        limit = ledger.compute(pointer, "B", lambda n: int(room(n)), [source], why)
+    return limit
+
+
+def whole_device(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> float:
+    """How many times the cores that one rank of ``entry`` has its device has in all: 1 on a card."""
+    if "effective_cores" not in entry["rates"]:
+        return 1.0
+    device = next(item for item in draft["fleet"]["devices"].values() if entry["devices"][0] in item["ids"])
+    return float(device["cores"]["value"] / entry["rates"]["effective_cores"]["value"])
+
+
+def sharing(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> int:
+    """How many ranks draw on the cores and memory of ``entry``'s device: all CPU ranks of the node, or one a card."""
+    device = next(item for item in draft["fleet"]["devices"].values() if entry["devices"][0] in item["ids"])
+    if device["kind"] != "cpu":
+        return 1
+    alike = [item for item in draft["fleet"]["devices"].values() if item["node"] == device["node"]]
+    return sum(len(item["ids"]) for item in alike if item["kind"] == "cpu")

@@ -1,0 +1,152 @@
+"""Last pass: the time of one step by part, what binds it, and what the split and the fleet gain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from planner.passes.calibrated import calibrated_time
+from planner.passes.cost import exposed_seconds, seconds
+from planner.passes.gain import gains
+from planner.passes.ledger import Ledger
+from planner.passes.ranks import kind_of, rank_facts, world_size
+from schemas.document import reading, unknown
+from schemas.form import Json
+
+_RATES = ("products", "bandwidth", "launch")
+
+
+def step(
+    request: Mapping[str, Json], record: Mapping[str, Json], account: Mapping[str, Json], draft: Mapping[str, Json]
+) -> dict[str, Json]:
+    """Predict every rank's step by part, the fleet's step, its regime and its gain."""
+    ledger = Ledger(draft)
+    places = range(len(ledger.draft["ranks"]))
+    for place in places:
+        _work(ledger, account, place)
+        _compute(ledger, place)
+    fleet = world_size(draft) > 1
+    if fleet:
+        for place in places:
+            _exchange(ledger, place)
+    for place in places:
+        _total(ledger, place)
+    _fleet(ledger)
+    if fleet:
+        gains(ledger, request, account)
+    _regime(ledger)
+    _verdict(ledger)
+    return ledger.draft
+
+
+def _work(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
+    entry, base = ledger.draft["ranks"][place], f"/ranks/{place}"
+    rank = rank_facts(ledger.draft, account, place)
+    mechanisms = [*ledger.value("/fit/mechanisms"), *entry["mechanisms"]["chosen"]]
+    inputs = ["/workload/digest", f"{base}/batch", f"{base}/seq", f"{base}/dtype", f"{base}/mechanisms"]
+    units = {"flops": "FLOP", "bytes": "B", "launches": ""}
+    for key, value in rank.work(entry["batch"]["chosen"], entry["seq"]["chosen"], mechanisms).items():
+        why = f"{key} of forward and backward, counted on the meta build"
+        ledger.put(f"{base}/work/{key}", reading(float(value), units[key], "computed", why, inputs=inputs))
+    source = "/exchange/owners" if "owners" in ledger.draft["exchange"] else "/workload/digest"
+    for key, value in rank.update_work().items():
+        why = f"{key} of the optimizer's step: owned matrices and AdamW"
+        item = reading(float(value), units[key], "computed", why, inputs=[source])
+        ledger.put(f"{base}/work/optimizer_{key}", item)
+
+
+def _compute(ledger: Ledger, place: int) -> None:
+    base, kind = f"/ranks/{place}", kind_of(ledger.draft, ledger.draft["ranks"][place])
+    how = "launches x launch + " if kind == "cpu" else "the longer of launches x launch and "
+
+    def time(flops: float, moved: float, launches: float, *rates: float) -> float:
+        return seconds(kind, flops, moved, launches, rates)
+
+    rates = [f"{base}/rates/{name}" for name in _RATES]
+    for part, prefix in (("compute", ""), ("optimizer", "optimizer_")):
+        work = [f"{base}/work/{prefix}{name}" for name in ("flops", "bytes", "launches")]
+        said = (f"{how}FLOP / products + bytes / bandwidth", f"{base}/batch" if part == "compute" else None)
+        taught = f"{base}/calibration/{part}"
+        calibrated_time(ledger, f"{base}/step/{part}", taught, time, work, rates, said, measurable=True)
+
+
+def _exchange(ledger: Ledger, place: int) -> None:
+    base = f"/ranks/{place}"
+    computes = [f"/ranks/{other}/step/compute" for other in range(len(ledger.draft["ranks"]))]
+    ledger.compute(
+        f"{base}/step/exchange",
+        "s",
+        lambda own, total, buckets, *all_computes: exposed_seconds(own, max(all_computes), total, buckets),
+        [f"{base}/step/compute", "/exchange/seconds", "/exchange/buckets", *computes],
+        "wait for the slowest rank + all-reduce - what all buckets but the last hide behind backward (2/3 of compute)",
+        measurable=True,
+    )
+    if "owners_seconds" in ledger.draft["exchange"]:
+        why = "every owner's updates reach every rank"
+        ledger.compute(f"{base}/step/owners", "s", float, ["/exchange/owners_seconds"], why, measurable=True)
+
+
+def _total(ledger: Ledger, place: int) -> None:
+    base = f"/ranks/{place}"
+    parts = [f"{base}/step/{name}" for name in ledger.draft["ranks"][place]["step"]]
+    ledger.compute(f"{base}/step/total", "s", lambda *values: sum(values), parts, "all parts", measurable=True)
+    sources = [f"{base}/tokens", f"{base}/step/total"]
+    why = "the rank's tokens / total"
+    pointer = f"{base}/step/tokens_per_second"
+    ledger.compute(pointer, "tokens/s", lambda n, s: n / s, sources, why, measurable=True)
+
+
+def _fleet(ledger: Ledger) -> None:
+    totals = [f"/ranks/{place}/step/total" for place in range(len(ledger.draft["ranks"]))]
+    why = "the slowest rank's total"
+    ledger.compute("/step/seconds", "s", lambda *values: max(values), totals, why, measurable=True)
+    sources, why = ["/step/global_tokens", "/step/seconds"], "all ranks' tokens / step"
+    pointer = "/step/tokens_per_second"
+    ledger.compute(pointer, "tokens/s", lambda n, s: n / s, sources, why, measurable=True)
+
+
+def _regime(ledger: Ledger) -> None:
+    """What the step's time is mostly made of, on the rank that computes longest."""
+    if ledger.value("/step/seconds") is None:
+        ledger.put("/step/regime", unknown("", "the step's time is unknown", inputs=["/step/seconds"]))
+        return
+    entry = max(ledger.draft["ranks"], key=lambda entry: entry["step"]["compute"]["value"])
+    times = {name: item["value"] for name, item in entry["step"].items() if item["unit"] == "s"}
+    parts = _compute_parts(kind_of(ledger.draft, entry), entry, times["compute"])
+    parts["optimizer"] = times["optimizer"]
+    if "exchange" in times:
+        parts["exchange"] = times["exchange"] + times.get("owners", 0)
+    name = max(parts, key=lambda key: parts[key])
+    shares = ", ".join(f"{key} {value / times['total']:.0%}" for key, value in parts.items())
+    ledger.put("/step/regime", reading(f"{name}-bound", "", "computed", shares, inputs=["/step/seconds"]))
+
+
+def _compute_parts(kind: str, entry: Mapping[str, Json], compute: float) -> dict[str, float]:
+    """``compute`` seconds by what they go to. On a GPU launches hide work or work hides launches, so one is left."""
+    products, bandwidth, launch = (entry["rates"][name]["value"] for name in _RATES)
+    if None in (products, bandwidth, launch):
+        return {"compute": compute}
+    work = {key: item["value"] for key, item in entry["work"].items()}
+    parts = {"product": work["flops"] / products, "memory": work["bytes"] / bandwidth}
+    launching = launch * work["launches"]
+    if kind == "cpu":
+        parts["launch"] = launching
+    elif launching >= sum(parts.values()):
+        parts = {"launch": launching}
+    total = sum(parts.values())
+    return {key: value / total * compute for key, value in parts.items()}
+
+
+def _verdict(ledger: Ledger) -> None:
+    gain = ledger.draft["step"].get("gain_over_best")
+    if gain is None:
+        text, inputs = "one rank: nothing to gain from a split", ["/step/global_batch"]
+    elif gain["value"] is None:
+        ledger.put("/step/verdict", unknown("", "the gain is unknown", inputs=["/step/gain_over_best"]))
+        return
+    else:
+        inputs = ["/step/gain_over_best", "/step/gain_over_even"]
+        even = ledger.value("/step/gain_over_even")
+        more = "faster" if gain["value"] >= 1 else "SLOWER"
+        text = f"{gain['value']:.3g}x the best device alone ({more} than it)"
+        text += ", and an even split does not fit" if even is None else f", {even:.3g}x an even split"
+    ledger.put("/step/verdict", reading(text, "", "computed", "from the predicted step times", inputs=inputs))

@@ -1,0 +1,257 @@
+"""The tests of the refusals that are judged while planning: on the request, and on the finished draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from planner.data import least_length, longest_stride
+from planner.passes.calibration import unlike
+from planner.passes.layout import device_pointer
+from planner.passes.legality import begins_at, kernel_veto, sm_name
+from planner.passes.smaller import ways_to_fit
+from planner.refusals.refusal import Refusal
+from planner.views.words import size
+from schemas.document import resolve
+from schemas.form import Json
+
+Facts = Mapping[str, Json]
+_COMPONENTS = (
+    "masters", "gradients", "muon_momentum", "adamw_state", "activations", "buckets", "update", "workspace",
+)  # fmt: skip
+
+
+def _world(facts: Facts) -> int:
+    return sum(len(device["ids"]) for device in facts["record"]["devices"].values())
+
+
+def mixed_kinds(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    kinds = sorted({device["kind"] for device in facts["record"]["devices"].values()})
+    if len(kinds) > 1:
+        yield Refusal(
+            "mixed-kinds",
+            "one fleet over the devices of these records",
+            f"devices of kinds {' and '.join(kinds)}",
+            "no backend reduces CPU and CUDA gradients together: NCCL takes CUDA tensors, gloo would stage every step",
+            "plan the CUDA devices alone: --devices auto, or only their records",
+        )
+
+
+def per_rank_count(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    world = _world(facts)
+    for option in ("dtype", "fit", "capacity"):
+        asked = facts["request"][option]
+        alone_serves_all = option != "capacity"
+        if isinstance(asked, list) and len(asked) != world and not (alone_serves_all and len(asked) == 1):
+            several = "s" if len(asked) != 1 else ""
+            yield Refusal(
+                "per-rank-count",
+                f"--{option} with {len(asked)} value{several}",
+                f"{world} rank{'s' if world > 1 else ''}",
+                "each rank needs a value of its own" + (", or all one" if alone_serves_all else ""),
+                f"give --{option} {world} value{'s, separated by commas' if world > 1 else ''}",
+            )
+
+
+def capacity_batch(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    asked, batch = facts["request"]["capacity"], facts["request"]["batch"]
+    if not isinstance(asked, list) or batch is None:
+        return
+    total, wanted = sum(row[0] for row in asked), batch * _world(facts)
+    if total != wanted:
+        yield Refusal(
+            "capacity-batch",
+            f"--batch {batch} and --capacity with {total} sequences in all",
+            f"--batch {batch} on {_world(facts)} ranks makes {wanted} sequences",
+            "declared batches make the global batch, and the two contradict each other",
+            "leave --batch out, or declare batches that add up to it",
+        )
+
+
+def capacity_seq(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    asked, seq = facts["request"]["capacity"], facts["request"]["seq"]
+    if not isinstance(asked, list) or seq is None:
+        return
+    other = sorted({row[1] for row in asked if row[1] not in (None, seq)})
+    if other:
+        yield Refusal(
+            "capacity-seq",
+            f"--seq {seq} and --capacity with lengths {', '.join(map(str, other))}",
+            "two lengths for one rank",
+            "declared lengths are the ranks' lengths, and the two contradict each other",
+            "leave --seq out, or give --capacity batches alone",
+        )
+
+
+def fsdp_muon(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    request = facts["request"]
+    if request["shard"] == "fsdp" and facts["account"]["made_from"]["opt"] == "muon":
+        yield Refusal(
+            "fsdp-muon",
+            "--shard fsdp under --opt muon",
+            "FSDP2 shards every matrix as a DTensor",
+            "Newton-Schulz on a shard is not the whole matrix's polar factor, and mixed tensors fail in the optimizer",
+            "--shard none (DDP, each matrix updated whole by one owner)",
+        )
+
+
+def fsdp_unbuilt(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if facts["request"]["shard"] == "fsdp" and facts["account"]["made_from"]["opt"] != "muon":
+        yield Refusal(
+            "fsdp-unbuilt",
+            "--shard fsdp",
+            "a runtime that reduces by DDP alone",
+            "FSDP2 has not passed a numeric gate here, and until one holds it is not run",
+            "--shard none",
+        )
+
+
+def reduce_alone(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    asked = facts["request"]["reduce"]
+    if asked not in (None, "auto") and _world(facts) == 1:
+        yield Refusal(
+            "reduce-alone",
+            f"--reduce {asked}",
+            "one rank",
+            "one rank reduces no gradients, so the dtype could have no effect",
+            "leave --reduce out, or plan several ranks (--devices cpu:2, or several cards)",
+        )
+
+
+def fit_unknown_memory(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if facts["request"]["fit"] != "auto":
+        return
+    for key, device in facts["record"]["devices"].items():
+        if device["memory_free"]["value"] is None:
+            yield Refusal(
+                "fit-unknown-memory",
+                "--fit auto",
+                f"{key}: free memory unknown ({device['memory_free']['why']})",
+                "auto fills the memory that is free, and how much that is could not be read",
+                "give a budget in GB: --fit 16",
+            )
+
+
+def data_too_short(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    stride = max(entry["seq"]["chosen"] for entry in plan["ranks"])
+    for source in plan["workload"]["data"]["sources"]:
+        length, least = source["length"]["value"], least_length(stride)
+        if length is None or length >= least:  # what is bound at the start is judged there
+            continue
+        longest = longest_stride(length)
+        yield Refusal(
+            "data-too-short",
+            f"sequences of {stride} bytes from {source['name']}",
+            f"{source['name']} has {length} bytes",
+            f"its last twentieth is held out and must hold one window of {stride + 1} bytes, so the least is {least}",
+            f"give --data a file of at least {least} bytes"
+            + (f", or sequences of at most {longest} (--seq {longest})" if longest > 1 else ""),
+        )
+
+
+def dtype_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    for entry in plan["ranks"]:
+        asked = _dtype(entry)
+        if asked == "fp32" or entry["capability"][asked]["value"]:
+            continue
+        pointer = device_pointer(plan, entry)
+        yield Refusal(
+            "dtype-unsupported",
+            f"--dtype {asked} on rank {_members(entry)}",
+            f"{_card(plan, pointer)}: {entry['capability'][asked]['why']}",
+            _why_not(plan, entry, asked),
+            "--dtype auto, or for these ranks --dtype fp32",
+        )
+
+
+def _why_not(plan: Facts, entry: Facts, asked: str) -> str:
+    if resolve(plan, device_pointer(plan, entry))["kind"] == "cpu":
+        return f"a CPU's products in {asked} would be computed in another dtype under that name"
+    return f"native {asked} begins at {begins_at(asked)}; another dtype under that name would be another experiment"
+
+
+def fp16_forward(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    for entry in plan["ranks"]:
+        if _dtype(entry) == "fp16" and entry["capability"]["fp16"]["value"]:
+            yield Refusal(
+                "fp16-forward",
+                f"--dtype fp16 on rank {_members(entry)}",
+                f"{_card(plan, device_pointer(plan, entry))}: {entry['capability']['fp16']['why']}",
+                "the runtime has no fp16 forward with loss scaling yet, and without it small gradients vanish",
+                "--dtype auto, or for these ranks --dtype fp32",
+            )
+
+
+def _dtype(entry: Facts) -> str:
+    """What the rank would run: the dtype asked for, else the one chosen (which no plan of ours chooses illegally)."""
+    asked = entry["dtype"]["asked"]
+    return str(entry["dtype"]["chosen"] if asked in (None, "auto") else asked)
+
+
+def kernel_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if "account" not in facts:  # at a start: the smoke launch proves the kernels instead
+        return
+    for entry in plan["ranks"]:
+        device = resolve(plan, device_pointer(plan, entry))
+        capability = device["sm"]["value"] if device["kind"] == "cuda" else None
+        for name, choice in entry["kernels"].items():
+            row = next(row for row in facts["account"]["kernels"][name] if row["name"] == choice["chosen"])
+            veto = kernel_veto(row, device["kind"], capability, entry["dtype"]["chosen"], plan["toolchain"])
+            if veto is not None:
+                yield Refusal(
+                    "kernel-unsupported",
+                    f"kernel {name}={choice['chosen']} on rank {_members(entry)}",
+                    f"{_card(plan, device_pointer(plan, entry))}, {entry['dtype']['chosen']}",
+                    f"{choice['chosen']} {veto}",
+                    f"--set {name}=auto",
+                )
+
+
+def calibration_unlike(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if "request" not in facts:  # at a start: what was calibrated by is no longer at hand
+        return
+    for seal, traits in unlike(facts["request"], plan).items():
+        yield Refusal(
+            "calibration-unlike",
+            f"--calibrate by the runs of plan {seal[:12]}",
+            f"no rank of it is alike to one of this plan: {', '.join(traits)} differ",
+            "a measurement of other work, or of another device, says nothing of this one",
+            "leave that plan out of --calibrate, or plan what it planned",
+        )
+
+
+def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if "account" not in facts:  # at a start: the memory that is free by then is judged instead
+        return
+    for place, entry in enumerate(plan["ranks"]):
+        peak, limit = entry["memory"]["peak"]["value"], entry["memory"]["limit"]
+        if peak is None or limit["value"] is None or peak <= limit["value"]:
+            continue
+        names = [name for name in _COMPONENTS if name in entry["memory"]]
+        parts = ", ".join(f"{name} {size(entry['memory'][name]['value'])}" for name in names)
+        engaged = [*plan["fit"]["mechanisms"]["chosen"], *entry["mechanisms"]["chosen"]]
+        yield Refusal(
+            "does-not-fit",
+            f"batch {entry['batch']['chosen']} x {entry['seq']['chosen']} on rank {_members(entry)}, "
+            f"{_card(plan, device_pointer(plan, entry))}",
+            f"peak {size(peak)} over {size(max(0, limit['value']))} ({limit['why']}): {parts}",
+            f"with {', '.join(engaged)} engaged, what is left is still over the limit"
+            if engaged
+            else "no memory mechanism is engaged, and a run would end out of memory",
+            ways_to_fit(plan, facts["request"], facts["account"], place),
+        )
+
+
+def _members(entry: Facts) -> str:
+    members = entry["members"]
+    if len(members) == 1:
+        return str(members[0])
+    return f"{members[0]} and the {len(members) - 1} alike" if len(members) > 2 else f"{members[0]} and {members[1]}"
+
+
+def _card(plan: Facts, pointer: str) -> str:
+    device = resolve(plan, pointer)
+    name = device["name"]["value"] or "a device without a name"
+    identity = pointer.rsplit("/", 1)[1]
+    if device["kind"] == "cuda" and device["sm"]["value"] is not None:
+        return f"{name} ({identity}, {sm_name(device['sm']['value'])})"
+    return f"{name} ({identity})"

@@ -1,0 +1,252 @@
+"""The tests of the refusals that the executor judges: at the start, and after the smoke launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from shlex import quote
+
+from planner.passes.layout import device_pointer
+from planner.passes.likeness import node_count
+from planner.refusals.refusal import Refusal
+from schemas.document import resolve
+from schemas.form import Json
+
+Facts = Mapping[str, Json]
+_GIB = 2**30
+_REPLAN = "plan this machine as it is now: dormouse-plan, with the options of the plan's request"
+
+# Parts of the toolchain that affect every run; a kernel's or mechanism's own packages are added by the plan's choices.
+_ALWAYS = ("torch",)
+
+
+def entry_of(plan: Facts, rank: int) -> Facts:
+    """The entry of ``plan`` that ``rank`` is a member of."""
+    return next(entry for entry in plan["ranks"] if rank in entry["members"])
+
+
+def world_of(plan: Facts) -> int:
+    return sum(len(entry["members"]) for entry in plan["ranks"])
+
+
+def multi_node(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    nodes = node_count(plan)
+    if nodes > 1:
+        yield Refusal(
+            "multi-node",
+            f"a run over {nodes} nodes",
+            f"{nodes} nodes, the first of them {next(iter(plan['fleet']['nodes']))}",
+            "a fleet of several nodes can be planned and compared, but its run has not passed a gate of its own",
+            "plan the devices of one node",
+        )
+
+
+def world_mismatch(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    planned, found = world_of(plan), facts["world_size"]
+    if planned != found:
+        starter = "python" if planned == 1 else f"torchrun --nproc_per_node={planned}"
+        how = f"{starter} -m executor {quote(facts.get('plan_path', 'PLAN'))}"
+        yield Refusal(
+            "world-mismatch",
+            f"a plan for {planned} rank{'s' if planned > 1 else ''}",
+            f"{found} process{'es' if found > 1 else ''} (WORLD_SIZE={found})",
+            "each process is one planned rank: more would train the same data twice, fewer would leave some of it out",
+            f"start it as: {how}",
+        )
+
+
+def digest_disagrees(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    seals = {row["rank"]: row["seal"] for row in facts["ranks"]}
+    if len(set(seals.values())) > 1:
+        yield Refusal(
+            "digest-disagrees",
+            "one plan for all ranks",
+            ", ".join(f"rank {rank}: {digest[:12]}" for rank, digest in sorted(seals.items())),
+            "the ranks read different plans, and would train different things as if they were one",
+            "give every rank the same file",
+        )
+
+
+def device_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    for row in facts["ranks"]:
+        entry = entry_of(plan, row["rank"])
+        planned, found = resolve(plan, device_pointer(plan, entry)), row["device"]
+        identity = entry["devices"][entry["members"].index(row["rank"])]
+        changes = [
+            f"{key} was {planned[key]['value']}, is {found[key]}"
+            for key in ("name", "vector_bits", "sm")
+            if key in planned and key in found and planned[key]["value"] != found[key]
+        ]
+        if planned["kind"] != found["kind"] or (planned["kind"] == "cuda" and identity != found["id"]):
+            changes.insert(0, f"was {planned['kind']} {identity}, is {found['kind']} {found['id']}")
+        if planned["kind"] == "cpu" and _fewer(planned["cores"]["value"], found["cores"]):
+            changes.append(f"cores were {planned['cores']['value']}, are {found['cores']}")
+        if changes:
+            yield Refusal(
+                "device-changed",
+                f"rank {row['rank']} on {planned['name']['value']} ({identity})",
+                "; ".join(changes),
+                "dtype, kernels, batch and memory were decided for the planned device",
+                _REPLAN,
+            )
+
+
+def _fewer(planned: float | None, found: float | None) -> bool:
+    return planned is not None and found is not None and found < planned
+
+
+def memory_taken(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    together: dict[str, float] = {}  # ranks on one CPU draw on the same memory
+    for row in facts["ranks"]:
+        entry, free = entry_of(plan, row["rank"]), row["device"]["memory_free"]
+        pool = "cpu" if row["device"]["kind"] == "cpu" else row["device"]["id"]
+        together[pool] = together.get(pool, 0) + (entry["memory"]["peak"]["value"] or 0)
+        if free is not None and free < together[pool]:
+            yield Refusal(
+                "memory-taken",
+                f"a predicted peak of {together[pool] / _GIB:.3f} GiB up to rank {row['rank']}",
+                f"{free / _GIB:.3f} GiB free on {pool}",
+                "the run would end out of memory, perhaps after hours",
+                "end what holds the memory, or plan within it: --fit auto",
+            )
+            return
+
+
+def toolchain_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    for row in facts["ranks"]:
+        for name in _ALWAYS:
+            planned, found = plan["toolchain"][name]["value"], row["toolchain"].get(name)
+            if planned is not None and planned != found:
+                yield Refusal(
+                    "toolchain-changed",
+                    f"{name} {planned} on rank {row['rank']}",
+                    f"{name} {found or 'not installed'}",
+                    "another version rounds, fuses and allocates otherwise: what was predicted is not what would run",
+                    f"install {name}=={planned}, or {_REPLAN}",
+                )
+
+
+def workload_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    for row in facts["ranks"]:
+        if row["workload_digest"] != plan["workload"]["digest"]:
+            yield Refusal(
+                "workload-changed",
+                f"workload {plan['workload']['model']} {plan['workload']['digest'][:12]}",
+                f"rank {row['rank']} builds {row['workload_digest'][:12]}",
+                "names, shapes, routing or kernels of the model differ from those planned",
+                _REPLAN,
+            )
+
+
+def data_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    sources = plan["workload"]["data"]["sources"]
+    for row in facts["ranks"]:
+        for source, found in zip(sources, row["data"], strict=True):
+            digest = source["sha256"]["value"]
+            if digest is not None and digest != found["sha256"]:
+                yield Refusal(
+                    "data-changed",
+                    f"{source['name']}: {source['length']['value']} B, SHA-256 {digest[:12]}",
+                    f"rank {row['rank']} read {found['length']} B, SHA-256 {found['sha256'][:12]}",
+                    "a run on other bytes is another run",
+                    "give the planned file by --data PATH, or plan anew on this one",
+                )
+
+
+def nccl_missing(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if plan["exchange"]["backend"]["chosen"] != "nccl":
+        return
+    for row in facts["ranks"]:
+        if not row.get("nccl_available", True):
+            yield Refusal(
+                "nccl-missing",
+                "an exchange through NCCL",
+                f"rank {row['rank']}: this torch was built without NCCL",
+                "gloo would carry CUDA gradients through the host, an order of magnitude slower, under the plan's name",
+                "install a CUDA build of torch with NCCL (Linux), or plan one card",
+            )
+
+
+def record_unwritable(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    reason = facts.get("record_unwritable")
+    if reason:
+        yield Refusal(
+            "record-unwritable",
+            "to record the run into its plan",
+            reason,
+            "a run whose measurements cannot be kept is not the run that was asked for",
+            "--record PATH, at a place that can be written",
+        )
+
+
+def smoke_failed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    for row in facts["smoke"]:
+        asked = f"one discarded forward and backward on rank {row['rank']}"
+        entry = entry_of(plan, row["rank"])
+        if row["error"] is not None:
+            yield Refusal("smoke-failed", asked, row["error"], *_raised(entry, row["error"]))
+        if row["unused"]:
+            yield Refusal(
+                "smoke-failed",
+                asked,
+                f"no gradient reached {_some(row['unused'])}",
+                "a parameter outside of the loss is never trained, and ranks would wait for its gradient for ever",
+                "use it in forward, remove it, or leave it untrained: requires_grad_(False) on it in __init__",
+            )
+        if row["nonfinite"]:
+            options = _other_options(entry)
+            yield Refusal(
+                "smoke-failed",
+                asked,
+                f"not finite: {_some(row['nonfinite'])}",
+                "a run that starts from an infinity or a NaN trains nothing",
+                "mend the model: its loss, initial values, or an overflow in them"
+                + (f"; or plan {' or '.join(options)}" if options else ""),
+            )
+
+
+def _raised(entry: Facts, error: str) -> tuple[str, str]:
+    """Why, and the way out, for a smoke launch of ``entry`` that raised ``error``."""
+    if error.startswith("OutOfMemoryError"):
+        return "the device's memory does not hold the run", "plan within it: --fit auto, or a smaller --batch"
+    options, kernels = _other_options(entry), [f"{name}={item['chosen']}" for name, item in entry["kernels"].items()]
+    with_what = f" with {', '.join(kernels)}" if kernels else ""
+    why = f"what the plan holds, {entry['dtype']['chosen']}{with_what}, does not come through on this very device"
+    mend = "mend the model where it raises this"
+    return why, f"plan {' or '.join(options)}; or {mend}" if options else mend
+
+
+def _other_options(entry: Facts) -> list[str]:
+    """Options of another dtype or kernel, where the plan of ``entry`` has any but the plainest."""
+    dtypes = [] if entry["dtype"]["chosen"] == "fp32" else ["another dtype (--dtype fp32)"]
+    return dtypes + [f"another kernel (--set {name}=NAME)" for name in entry["kernels"]]
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+def kernel_differs(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    for row in facts["smoke"]:
+        for name, choice in entry_of(plan, row["rank"])["kernels"].items():
+            if row["error"] is None and row["kernels"].get(name) != choice["chosen"]:
+                yield Refusal(
+                    "kernel-differs",
+                    f"kernel {name}={choice['chosen']} on rank {row['rank']}",
+                    f"{row['kernels'].get(name) or 'none'} ran",
+                    "a library chose another kernel than the plan did",
+                    "report it: this is a fault of the runtime, not of the plan",
+                )
+
+
+def dtype_differs(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    for row in facts["smoke"]:
+        planned = entry_of(plan, row["rank"])["dtype"]["chosen"]
+        if row["error"] is None and row["dtype"] not in (None, planned):  # None: no product to have a dtype
+            yield Refusal(
+                "dtype-differs",
+                f"products in {planned} on rank {row['rank']}",
+                f"products in {row['dtype']}",
+                "the model's matrix products did not have the dtype that was planned",
+                "report it: this is a fault of the runtime, not of the plan",
+            )
