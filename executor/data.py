@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from executor.files import Bytes, OnDisk, read
+from planner.data import first_held_out, least_length
 
-HELD_OUT = 20  # one part in this many
 STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _MASK64 = 2**64 - 1
 
@@ -51,7 +51,7 @@ class Corpus:
     @property
     def split(self) -> int:
         """The first held-out byte."""
-        return len(self.data) - len(self.data) // HELD_OUT
+        return first_held_out(len(self.data))
 
     @cached_property
     def digest(self) -> Digest:
@@ -67,12 +67,11 @@ class Corpus:
 
     def require(self, stride: int) -> None:
         """Raise BadData unless one window fits each part."""
-        need = stride + 1
-        if self.windows(stride) < 1 or len(self.data) - self.split < need:
+        least = least_length(stride)
+        if len(self.data) < least:
             raise BadData(
-                f"data {self.name}: {len(self.data)} bytes are too few for sequences of {stride}: the held-out "
-                f"twentieth must hold {need} bytes, so at least {need * HELD_OUT} are needed; give more data or a "
-                f"smaller --seq"
+                f"data {self.name}: {len(self.data)} bytes are too few for sequences of {stride}: the held-out part "
+                f"must hold a window too, so at least {least} are needed; give more data or a smaller --seq"
             )
 
 

@@ -183,6 +183,18 @@ def leave_code(rank: int, code: int, agreed: bool) -> int:
 
 
 def confine(device: str, kind: str) -> None:
-    """Let this process see its own card alone, before torch or any kernel library looks. CPU ranks see none."""
+    """Let this process see its own card alone, before torch or any kernel library looks. CPU ranks see none.
+
+    A card of the catalogue has no identity: the rank takes the visible card of its place, and the facts say whether
+    that one is no less capable.
+    """
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    os.environ["CUDA_VISIBLE_DEVICES"] = device.removeprefix("cuda-") if kind == "cuda" else ""
+    if kind != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif device.startswith("card-"):
+        place = int(os.environ.get("LOCAL_RANK", "0"))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [str(place)] if visible is None else visible.split(",")[place : place + 1]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device

@@ -123,7 +123,7 @@ class _Run:
         except (KeyboardInterrupt, Terminated) as stop:
             with _undisturbed():
                 outcome, reason, agreed = self._stopped(stop)
-        except Exception as error:  # told, recorded and kept with its traceback: nothing is swallowed
+        except (Exception, SystemExit) as error:  # told, recorded, kept with its traceback: nothing is swallowed
             with _undisturbed():
                 outcome, reason, agreed = "failed", self._cause(error), False
         return self._finish(outcome, reason, agreed)
@@ -217,7 +217,7 @@ class _Run:
         name = "SIGTERM" if isinstance(stop, Terminated) else "SIGINT"
         return "stopped", f"{name} after {self.progress.steps} steps", False
 
-    def _cause(self, error: Exception) -> str:
+    def _cause(self, error: BaseException) -> str:
         """The rank and cause of a failure: of the rank that failed first, where this one only lost its connection."""
         text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
         own = f"rank {self.rank.rank}: {text}"
@@ -252,7 +252,7 @@ class _Run:
             return False
         return True
 
-    def _keep_traceback(self, error: Exception) -> None:
+    def _keep_traceback(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
         with suppress(OSError):  # the message and the record have the cause
             self.places.run_dir.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ import pytest
 import plans
 from executor import launch
 from executor.entry import keep
+from executor.run import Places, execute
 from schemas.form import render
 from schemas.store import load, write
 from test_executor_command import HOME, command, written
@@ -236,3 +237,14 @@ def test_what_lies_at_the_place_of_the_record_is_looked_at_first(
         assert load(place)["seal"] == load(path)["seal"] and len(load(place)["runs"]) == 1
     else:
         assert place.read_bytes() == before and not (tmp_path / "runs").exists()
+
+
+def test_a_model_whose_code_ends_the_process_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, data = plans.plan(plans.corpus(tmp_path), steps=4), plans.corpus(tmp_path)
+
+    def leaves(*_: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr("executor.loop._update", leaves)
+    done = execute(plan, Places(None, tmp_path / "run", (data,)))
+    assert done.outcome == "failed" and "SystemExit" in str(done.reason)

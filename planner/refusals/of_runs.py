@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from shlex import quote
 
 from planner.passes.layout import device_pointer
+from planner.passes.legality import sm, sm_name
 from planner.passes.likeness import node_count
 from planner.refusals.refusal import Refusal
+from planner.views.words import size
 from schemas.document import resolve
 from schemas.form import Json
 
@@ -71,23 +73,44 @@ def device_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         entry = entry_of(plan, row["rank"])
         planned, found = resolve(plan, device_pointer(plan, entry)), row["device"]
         identity = entry["devices"][entry["members"].index(row["rank"])]
-        changes = [
-            f"{key} was {planned[key]['value']}, is {found[key]}"
-            for key in ("name", "vector_bits", "sm")
-            if key in planned and key in found and planned[key]["value"] != found[key]
-        ]
-        if planned["kind"] != found["kind"] or (planned["kind"] == "cuda" and identity != found["id"]):
-            changes.insert(0, f"was {planned['kind']} {identity}, is {found['kind']} {found['id']}")
-        if planned["kind"] == "cpu" and _fewer(planned["cores"]["value"], found["cores"]):
-            changes.append(f"cores were {planned['cores']['value']}, are {found['cores']}")
+        listed = identity.startswith("card-")
+        changes = _less_capable(planned, found) if listed else _changes(planned, found, identity)
         if changes:
             yield Refusal(
                 "device-changed",
                 f"rank {row['rank']} on {planned['name']['value']} ({identity})",
                 "; ".join(changes),
                 "dtype, kernels, batch and memory were decided for the planned device",
-                _REPLAN,
+                f"show the cards in the plan's order (CUDA_VISIBLE_DEVICES), or {_REPLAN}" if listed else _REPLAN,
             )
+
+
+def _changes(planned: Facts, found: Facts, identity: str) -> list[str]:
+    """What of a probed device is another now."""
+    changes = [
+        f"{key} was {planned[key]['value']}, is {found[key]}"
+        for key in ("name", "vector_bits", "sm")
+        if key in planned and key in found and planned[key]["value"] != found[key]
+    ]
+    if planned["kind"] != found["kind"] or (planned["kind"] == "cuda" and identity != found["id"]):
+        changes.insert(0, f"was {planned['kind']} {identity}, is {found['kind']} {found['id']}")
+    if planned["kind"] == "cpu" and _fewer(planned["cores"]["value"], found["cores"]):
+        changes.append(f"cores were {planned['cores']['value']}, are {found['cores']}")
+    return changes
+
+
+def _less_capable(planned: Facts, found: Facts) -> list[str]:
+    """What a device has less of than the card of the catalogue that was planned. Memory may be a tenth less: a data
+    sheet's is the marketed one."""
+    if found["kind"] != "cuda":
+        return [f"is {found['kind']} {found['id']}, not a card"]
+    name, wanted, total = found.get("name") or found["id"], planned["sm"]["value"], planned["memory_total"]["value"]
+    less = []
+    if found.get("sm") is None or sm(found["sm"]) < sm(wanted):
+        less.append(f"{name} is {sm_name(found['sm']) if found.get('sm') else 'of unknown capability'}")
+    if _fewer(0.9 * total, found.get("memory_total")):
+        less.append(f"{name} has {size(found['memory_total'])}, and {size(total)} were planned")
+    return less
 
 
 def _fewer(planned: float | None, found: float | None) -> bool:
@@ -114,6 +137,8 @@ def memory_taken(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 def toolchain_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     for row in facts["ranks"]:
         for name in _ALWAYS:
+            if plan["toolchain"][name]["basis"] == "assumed":
+                continue  # a catalogue's toolchain is one that would serve, not one that is there
             planned, found = plan["toolchain"][name]["value"], row["toolchain"].get(name)
             if planned is not None and planned != found:
                 yield Refusal(
