@@ -13,9 +13,16 @@ from executor.optim.muon import Muon
 from executor.optim.routing import Routed
 from planner.door import Value
 
+NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What Newton-Schulz may compute in; which it is, is decided by the plan, for the whole fleet."""
 
-def newton_schulz_counts(routed: Routed, chosen: Mapping[str, Value]) -> dict[str, Counts]:
-    """The update of one matrix of each shape, momentum included, by "ROWSxCOLUMNS"."""
+
+def newton_schulz_counts(routed: Routed, chosen: Mapping[str, Value]) -> dict[str, dict[str, Counts]]:
+    """The update of one matrix of each shape, momentum included, by dtype and "ROWSxCOLUMNS"."""
+    return {name: _by_shape(routed, int(chosen["ns_steps"]), dtype) for name, dtype in NS_DTYPES.items()}
+
+
+def _by_shape(routed: Routed, steps: int, dtype: torch.dtype) -> dict[str, Counts]:
     counted: dict[str, Counts] = {}
     for _, parameter in routed.muon:
         rows, columns = parameter.shape[-2:]
@@ -23,22 +30,25 @@ def newton_schulz_counts(routed: Routed, chosen: Mapping[str, Value]) -> dict[st
             continue
         one = nn.Parameter(torch.empty(rows, columns, device="meta"))
         one.grad = torch.empty_like(one)
-        optimizer = Muon([("one", one)], [0], 0, ns_steps=int(chosen["ns_steps"]), ns_dtype=_ns_dtype(chosen))
+        optimizer = Muon([("one", one)], [0], 0, ns_steps=steps, ns_dtype=dtype)
         with Tally((one, one.grad, *optimizer.state_dict().values())) as tally:
             optimizer.updates()
         counted[f"{rows}x{columns}"] = _counts(tally)
     return counted
 
 
-def apply_counts(routed: Routed, chosen: Mapping[str, Value]) -> Counts:
-    """The application of all matrices' updates, which every rank does whoever owns them."""
+def apply_counts(routed: Routed, chosen: Mapping[str, Value]) -> dict[str, Counts]:
+    """The application of all matrices' updates, which every rank does whoever owns them, by their dtype."""
     weight_decay = float(chosen["weight_decay"])
     # Nothing is owned, so no momentum is made: applying needs none.
     optimizer = Muon(routed.muon, [1] * len(routed.muon), 0, weight_decay=weight_decay)
-    updates = [torch.empty_like(parameter, dtype=_ns_dtype(chosen)) for _, parameter in routed.muon]
-    with Tally((*optimizer.parameters, *updates)) as tally:
-        optimizer.apply(updates, 1e-3)
-    return _counts(tally)
+    counted = {}
+    for name, dtype in NS_DTYPES.items():
+        updates = [torch.empty_like(parameter, dtype=dtype) for _, parameter in routed.muon]
+        with Tally((*optimizer.parameters, *updates)) as tally:
+            optimizer.apply(updates, 1e-3)
+        counted[name] = _counts(tally)
+    return counted
 
 
 def adamw_counts(routed: Routed, chosen: Mapping[str, Value]) -> Counts:
@@ -50,11 +60,6 @@ def adamw_counts(routed: Routed, chosen: Mapping[str, Value]) -> Counts:
     with Tally((*optimizer.parameters, *gradients, *optimizer.first, *optimizer.second)) as tally:
         optimizer.step(1e-3)
     return _counts(tally)
-
-
-def _ns_dtype(chosen: Mapping[str, Value]) -> torch.dtype:
-    """auto is counted as fp32, the larger: which it becomes is decided by the plan, for the whole fleet."""
-    return torch.bfloat16 if chosen["ns_dtype"] == "bf16" else torch.float32
 
 
 def _counts(tally: Tally) -> Counts:

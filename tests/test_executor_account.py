@@ -139,13 +139,13 @@ def test_the_digest_follows_the_work_and_not_the_learning_rate() -> None:
 def test_under_adamw_nothing_is_routed_to_muon_and_its_mechanism_is_not_offered() -> None:
     made = account({"model": "tiny", "opt": "adamw"})
     assert made["parameters"]["muon"] == made["tensors"]["muon"] == 0
-    assert made["matrices"] == [] and made["shapes"] == {}
+    assert made["matrices"] == [] and made["shapes"] == {"fp32": {}, "bf16": {}}
     assert set(made["mechanisms"]) == {"recompute"}
 
 
 def test_one_matrix_update_counts_its_newton_schulz_products() -> None:
     m, n, steps = 128, 352, 5
-    assert tiny()["shapes"]["128x352"]["flops"] == steps * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    assert tiny()["shapes"]["fp32"]["128x352"]["flops"] == steps * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
 
 
 def test_a_users_module_without_blocks_has_one_variant(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from planner.passes.cost import UNIT_RATES, seconds
+from planner.passes.cost import PACKING_LAUNCHES, UNIT_RATES, seconds
 from planner.passes.layout import device_pointer
 from planner.passes.ledger import Ledger, plain
 from planner.passes.paths import link_inputs, rings
@@ -51,6 +51,8 @@ def _row(plan: Mapping[str, Json], run: Mapping[str, Json], place: int) -> dict[
         row[f"{part}_work"] = [plain(entry["work"][prefix + key]) for key in _WORK]
     row["all_reduce"] = _seen(run, "/exchange/seconds", None)
     row["owners"] = _seen(run, f"/ranks/{place}/step/owners", entry["members"])
+    owners = exchange["owners"]["chosen"] if "owners" in exchange else []
+    row["owned"] = max((owners.count(member) for member in entry["members"]), default=0)
     for key in ("payload", "buckets", "owners_payload"):
         row[key] = plain(exchange[key]) if key in exchange else None
     return row
@@ -122,7 +124,7 @@ def _same_world(row: Mapping[str, Json], wanted: Mapping[str, Json]) -> bool:
     return bool(row["world"] == wanted["world"])  # a rank of another fleet owns other matrices
 
 
-def calibrate_link(ledger: Ledger, request: Mapping[str, Json]) -> None:
+def calibrate_link(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> None:
     """Put ``/exchange/calibration/all_reduce`` and ``/owners`` where a row speaks of the fleet."""
     wanted = _traits(ledger.draft, ledger.draft["ranks"][0])
     alike = [row for row in request["calibrate"] if all(row[key] == wanted[key] for key in _LINK_ALIKE)]
@@ -133,8 +135,12 @@ def calibrate_link(ledger: Ledger, request: Mapping[str, Json]) -> None:
     reduced = [row for row in alike if row["all_reduce"] is not None]
     points = [_point(row, "all_reduce", ring.all_reduce(row["payload"], row["buckets"])) for row in reduced]
     _put(ledger, "/exchange/calibration/all_reduce", points, reduced)
-    sent = [row for row in alike if row["owners"] is not None]
-    points = [_point(row, "owners", ring.all_gather(row["owners_payload"])) for row in sent]
+    launch = ledger.value("/ranks/0/rates/launch")
+    sent = [row for row in alike if row["owners"] is not None and launch is not None]
+    points = [
+        _point(row, "owners", ring.all_gather(row["owners_payload"]) + PACKING_LAUNCHES * row["owned"] * launch)
+        for row in sent
+    ]
     _put(ledger, "/exchange/calibration/owners", points, sent)
 
 

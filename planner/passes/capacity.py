@@ -35,7 +35,7 @@ def _owners(ledger: Ledger, account: Mapping[str, Json]) -> None:
     ranks = sorted((rank, place) for place, entry in enumerate(ledger.draft["ranks"]) for rank in entry["members"])
     rates = [ledger.draft["ranks"][place]["rates"]["products"]["value"] for _, place in ranks]
     speeds = [1.0] * len(rates) if None in rates else rates
-    costs = [account["shapes"][shape_name(matrix)]["flops"] for matrix in account["matrices"]]
+    costs = [account["shapes"]["fp32"][shape_name(matrix)]["flops"] for matrix in account["matrices"]]
     owners = assign_owners(costs, speeds)
     why = "longest job first, each to the rank that finishes it soonest"
     why += ", all ranks taken as equal: a rate is unknown" if None in rates else ""

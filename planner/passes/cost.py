@@ -15,6 +15,7 @@ MASTER_BYTES = 4
 GRADIENT_BYTES = 4
 MOMENTUM_BYTES = 4
 ADAMW_BYTES = 8
+PACKING_LAUNCHES = 2  # operators to pack one owned update: a slice taken, a copy into it
 UNIT_RATES = (1.0, float("inf"), 0.0)  # where rates are unknown and a measured ratio is seconds a FLOP
 BACKWARD_SHARE = 2 / 3  # of forward and backward: two of a layer's three products
 
@@ -67,7 +68,7 @@ class Rank:
     updated: tuple[int, ...]  # of those whose update it computes: of alike ranks, the slowest one's
     most_owned: int  # elements of the matrices of the rank that owns most
     world: int
-    newton_schulz_bytes: int
+    newton_schulz: str  # the dtype of the matrices' updates
     reduce_bytes: int
     workspace: int  # bytes that the device's libraries hold throughout
     overhead: float  # what the allocator takes for a byte asked of it
@@ -91,9 +92,9 @@ class Rank:
     def update_work(self) -> dict[str, float]:
         """The same of the optimizer: Newton-Schulz of the owned matrices by stacked shape, all matrices' updates
         applied, and AdamW."""
-        shapes = self.account["shapes"]
+        shapes = self.account["shapes"][self.newton_schulz]
         names = [shape_name(self.account["matrices"][place]) for place in self.updated]
-        everywhere = (self.account["adamw"], self.account["apply"])
+        everywhere = (self.account["adamw"], self.account["apply"][self.newton_schulz])
         total = {key: float(sum(counts[key] for counts in everywhere)) for key in ("flops", "bytes", "launches")}
         for key in ("flops", "bytes"):
             total[key] += sum(shapes[name][key] for name in names)
@@ -106,6 +107,10 @@ class Rank:
         work = self.update_work()
         modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
         return modelled * ratio_at(self.optimizer_ratios, 0)
+
+    def packing_seconds(self, launch: float) -> float:
+        """Time to pack the owned updates for sending: two operators a matrix, which even on a CPU are mostly launch."""
+        return PACKING_LAUNCHES * len(self.updated) * launch
 
     def compute_seconds(self, b: int, t: int, mechanisms: Collection[str] = ()) -> float:
         """t_r(b): forward and backward without exchange. The rank's rates must be known."""
@@ -153,18 +158,19 @@ class Rank:
     def _update_bytes(self) -> int:
         """Temporaries at the optimizer's peak. Owned shapes are updated stack by stack, each beside the updates before
         it; then, on a fleet, all are packed into one buffer as wide as the largest owner; then applied; then AdamW."""
+        shapes, width = self.account["shapes"][self.newton_schulz], DTYPE_BYTES[self.newton_schulz]
         stacks: dict[str, list[int]] = {}
         for place in self.owned:
             stacks.setdefault(shape_name(self.account["matrices"][place]), []).append(place)
         done = highest = 0
         for name, places in stacks.items():
-            highest = max(highest, done + len(places) * int(self.account["shapes"][name]["temporary"]))
-            done += self.newton_schulz_bytes * sum(self._elements(place) for place in places)
-        received = self.world * self.most_owned * self.newton_schulz_bytes if self.world > 1 else done
+            highest = max(highest, done + len(places) * int(shapes[name]["temporary"]))
+            done += width * sum(self._elements(place) for place in places)
+        received = self.world * self.most_owned * width if self.world > 1 else done
         packing = done + received if self.world > 1 else done
         if self.world > 1 and self.kind == "cpu":
             packing = max(packing, 2 * received)  # gloo gathers into a buffer of its own
-        applying = received + int(self.account["apply"]["temporary"])
+        applying = received + int(self.account["apply"][self.newton_schulz]["temporary"])
         return max(highest, packing, applying, int(self.account["adamw"]["temporary"]))
 
 

@@ -25,7 +25,7 @@ def exchange(
         return ledger.draft
     put_link(ledger)
     _payload(ledger, world)
-    calibrate_link(ledger, request)
+    calibrate_link(ledger, request, account)
     calibrated_time(
         ledger,
         "/exchange/seconds",
@@ -65,12 +65,10 @@ def _owners(ledger: Ledger, account: Mapping[str, Json]) -> None:
     inputs = ["/exchange/owners", "/workload/config/ns_dtype"]
     why = f"updates of the largest owner at {width} B an element: every rank sends that much, padded"
     ledger.compute("/exchange/owners_payload", "B", lambda *_: most * width, inputs, why, measurable=True)
-    calibrated_time(
-        ledger,
+    ledger.compute(
         "/exchange/owners_seconds",
-        "/exchange/calibration/owners",
+        "s",
         lambda share, *link: rings(ledger.draft, *link).all_gather(share),
-        ["/exchange/owners_payload"],
-        link_inputs(ledger.draft),
-        ("ring all-gather: P-1 steps of one rank's share", None),
+        ["/exchange/owners_payload", *link_inputs(ledger.draft)],
+        "ring all-gather: P-1 steps of one rank's share",
     )

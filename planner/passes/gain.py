@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from planner.passes.cost import Rank, exposed_seconds, ratio_at
 from planner.passes.ledger import Ledger
+from planner.passes.link import Rings
 from planner.passes.mechanisms import least_seconds, open_sets
 from planner.passes.paths import link_inputs, rings
 from planner.passes.ranks import rank_facts, whole_device, world_size
@@ -93,8 +94,7 @@ class _Fleet:
         ring = rings(self.draft, *[at[pointer] for pointer in link_inputs(self.draft)])
         ranks = [self._at(place, at) for place in range(len(self.ranks))]
         reduce = ring.all_reduce(self.payload, self.buckets) * ratio_at(self.link_ratios[0], 0)
-        sending = 0.0 if self.owned is None else ring.all_gather(self.owned)
-        sending *= ratio_at(self.link_ratios[1], 0)
+        sending = [self._sending(ring, rank, at[f"/ranks/{place}/rates/launch"]) for place, rank in enumerate(ranks)]
         planned = [
             rank.compute_seconds(*self.shapes[place], self.mechanisms[place]) for place, rank in enumerate(ranks)
         ]
@@ -107,15 +107,20 @@ class _Fleet:
         products, bandwidth, launch = (at[f"/ranks/{place}/rates/{name}"] for name in _RATES)
         return dataclasses.replace(self.ranks[place], rates=(products, bandwidth, launch))
 
+    def _sending(self, ring: Rings, rank: Rank, launch: float) -> float:
+        if self.owned is None:
+            return 0.0
+        return (ring.all_gather(self.owned) + rank.packing_seconds(launch)) * ratio_at(self.link_ratios[1], 0)
+
     def other(self, values: Sequence[float], even: bool) -> float:
         times = self.times(values)
         return times.even if even else times.alone
 
-    def _fleet(self, computes: list[float], updates: list[float], reduce: float, sending: float) -> float:
+    def _fleet(self, computes: list[float], updates: list[float], reduce: float, sending: list[float]) -> float:
         slowest = max(computes)
         return max(
-            own + exposed_seconds(own, slowest, reduce, self.buckets) + update + sending
-            for own, update in zip(computes, updates, strict=True)
+            own + exposed_seconds(own, slowest, reduce, self.buckets) + update + sent
+            for own, update, sent in zip(computes, updates, sending, strict=True)
         )
 
     def _part(self, rank: Rank, place: int, samples: float) -> float:

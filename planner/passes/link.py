@@ -45,8 +45,9 @@ class Rings:
     """``per_node`` ranks on each of ``nodes`` nodes. ``rate`` and ``latency`` are the path's within a node;
     ``network_rate`` is what one node sends to others, all its ranks together (0 where there is one node).
 
-    ``curve`` holds timed all-reduces within a node, and ``curve_rate`` the rate that was fitted to them: where there
-    is one, it is taken at its word, and another ``rate`` scales it.
+    ``bucket_seconds`` is what each bucket costs beside its transfer. ``curve`` holds timed all-reduces within a node,
+    and ``curve_rate`` the rate that was fitted to them: where there is a curve, it is taken at its word, and another
+    ``rate`` scales it.
     """
 
     per_node: int
@@ -55,6 +56,7 @@ class Rings:
     latency: float
     network_rate: float = 0.0
     network_latency: float = 0.0
+    bucket_seconds: float = 0.0
     curve: tuple[tuple[float, float], ...] = ()
     curve_rate: float = 0.0
 
@@ -65,6 +67,7 @@ class Rings:
         else:
             steps = buckets * 2 * (self.per_node - 1)
             within = steps * self.latency + ring_volume(payload, self.per_node) / self.rate
+        within += buckets * self.bucket_seconds
         if self.nodes == 1:
             return within
         between = buckets * 2 * (self.nodes - 1) * self.network_latency

@@ -20,7 +20,8 @@ BETWEEN = ("/exchange/network_rate", "/exchange/network_latency")
 
 def link_inputs(draft: Mapping[str, Json]) -> list[str]:
     """The pointers that `rings` takes the values of, in its order; a timed curve last, where there is one."""
-    return [*WITHIN, *(BETWEEN if node_count(draft) > 1 else ()), *_curve(draft)]
+    bucket = ["/exchange/bucket_seconds"] if "bucket_seconds" in draft["exchange"] else []
+    return [*WITHIN, *bucket, *(BETWEEN if node_count(draft) > 1 else ()), *_curve(draft)]
 
 
 def _curve(draft: Mapping[str, Json]) -> list[str]:
@@ -33,15 +34,23 @@ def _curve(draft: Mapping[str, Json]) -> list[str]:
 def rings(draft: Mapping[str, Json], *values: Any) -> Rings:
     """The fleet's rings at ``values`` of `link_inputs`."""
     nodes = node_count(draft)
-    per_node = -(-world_size(draft) // nodes)
-    if not _curve(draft):
-        return Rings(per_node, nodes, *values)
-    rate, latency, *network, points = values
-    network_rate, network_latency = network or (0.0, 0.0)
-    node = next(iter(draft["fleet"]["nodes"].values()))
-    curve = tuple((float(size), float(seconds)) for size, seconds in points)
-    fitted = node["allreduce_rate"]["value"]
-    return Rings(per_node, nodes, rate, latency, network_rate, network_latency, curve, fitted)
+    at = dict(zip(link_inputs(draft), values, strict=True))
+    curve: tuple[tuple[float, float], ...] = ()
+    fitted = 0.0
+    for pointer in _curve(draft):
+        curve = tuple((float(size), float(seconds)) for size, seconds in at[pointer])
+        fitted = next(iter(draft["fleet"]["nodes"].values()))["allreduce_rate"]["value"]
+    return Rings(
+        per_node=-(-world_size(draft) // nodes),
+        nodes=nodes,
+        rate=at[WITHIN[0]],
+        latency=at[WITHIN[1]],
+        network_rate=at.get(BETWEEN[0], 0.0),
+        network_latency=at.get(BETWEEN[1], 0.0),
+        bucket_seconds=at.get("/exchange/bucket_seconds", 0.0),
+        curve=curve,
+        curve_rate=fitted,
+    )
 
 
 def put_link(ledger: Ledger) -> None:
@@ -53,6 +62,7 @@ def put_link(ledger: Ledger) -> None:
         ledger.put("/exchange/path", reading("loopback", "", "computed", "CPU ranks", inputs=["/exchange/backend"]))
     else:
         path = _path(ledger)
+        ledger.put("/exchange/bucket_seconds", constants.GPU_BUCKET_SECONDS.reading())
         assumed = {"rate": None, "latency": constants.PATH_LATENCY[path]}
         _from_nodes(ledger, nodes, "allreduce", assumed, "NCCL's all-reduce over these cards, timed")
         if "rate" not in ledger.draft["exchange"]:

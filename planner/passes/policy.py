@@ -174,16 +174,26 @@ def _rates(ledger: Ledger, base: str, device: str) -> None:
     """The three rates that time is reckoned by: products (FLOP/s), memory (B/s) and launches (s each)."""
     dtype, found = ledger.value(f"{base}/dtype"), resolve(ledger.draft, device)
     cpu = found["kind"] == "cpu"
-    launch = constants.CPU_LAUNCH_SECONDS if cpu else constants.GPU_LAUNCH_SECONDS
-    _rate(ledger, f"{base}/rates/launch{'_a_core' if cpu else ''}", device, "launch_seconds", launch)
     if cpu:
+        _rate(ledger, f"{base}/rates/launch_a_core", device, "launch_seconds", constants.CPU_LAUNCH_SECONDS)
         _rate(ledger, f"{base}/rates/bandwidth_a_core", device, "bandwidth", constants.CPU_BANDWIDTH)
         _cpu_rates(ledger, base, device, f"rate_{dtype}")
         return
+    _card_launch(ledger, base, device)
     products = ("products", f"rate_{dtype}", f"peak_{dtype}", "FLOP/s", constants.GPU_PRODUCT_EFFICIENCY)
     memory = ("bandwidth", "bandwidth", "peak_bandwidth", "B/s", constants.GPU_BANDWIDTH_EFFICIENCY)
     for row in (products, memory):
         _card_rate(ledger, base, device, row)
+
+
+def _card_launch(ledger: Ledger, base: str, device: str) -> None:
+    pointer, timed = f"{base}/rates/launch", f"{device}/launch_seconds"
+    if resolve(ledger.draft, device).get("launch_seconds", {}).get("value") is None:
+        ledger.put(pointer, constants.GPU_LAUNCH_SECONDS.reading())
+        return
+    ledger.put(f"{pointer}_overhead", constants.GPU_LAUNCH_OVERHEAD.reading())
+    inputs = [timed, f"{pointer}_overhead"]
+    ledger.compute(pointer, "s", lambda best, over: best * over, inputs, "as timed x its overhead in a model")
 
 
 def _card_rate(ledger: Ledger, base: str, device: str, row: tuple[str, str, str, str, constants.Assumed]) -> None:
@@ -191,7 +201,9 @@ def _card_rate(ledger: Ledger, base: str, device: str, row: tuple[str, str, str,
     name, timed, peak, unit, efficiency = row
     found, pointer = resolve(ledger.draft, device), f"{base}/rates/{name}"
     if found.get(timed, {}).get("value") is not None:
-        ledger.compute(pointer, unit, float, [f"{device}/{timed}"], "as the record has it")
+        ledger.put(f"{pointer}_efficiency", constants.GPU_MIX_EFFICIENCY.reading())
+        inputs = [f"{device}/{timed}", f"{pointer}_efficiency"]
+        ledger.compute(pointer, unit, lambda best, share: best * share, inputs, "as timed x the share a mix reaches")
     elif found.get(peak, {}).get("value") is not None:
         ledger.put(f"{pointer}_efficiency", efficiency.reading())
         inputs = [f"{device}/{peak}", f"{pointer}_efficiency"]

@@ -31,7 +31,7 @@ def elements_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> int:
 
 def flops_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> float:
     """FLOPs of the updates of ``owned``: what tells the slowest of alike ranks."""
-    return float(sum(account["shapes"][shape_name(account["matrices"][place])]["flops"] for place in owned))
+    return float(sum(account["shapes"]["fp32"][shape_name(account["matrices"][place])]["flops"] for place in owned))
 
 
 def most_owned(draft: Mapping[str, Json], account: Mapping[str, Json]) -> int:
@@ -61,7 +61,7 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         updated=max(sets, key=lambda owned: flops_of(account, owned)),
         most_owned=most_owned(draft, account),
         world=world_size(draft),
-        newton_schulz_bytes=DTYPE_BYTES[config["ns_dtype"]["chosen"]],
+        newton_schulz=config["ns_dtype"]["chosen"],
         reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
         workspace=int(constants.GPU_WORKSPACE_BYTES.value) if kind_of(draft, entry) == "cuda" else 0,
         overhead=constants.ALLOCATOR_OVERHEAD[kind_of(draft, entry)].value,

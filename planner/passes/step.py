@@ -27,7 +27,7 @@ def step(
     fleet = world_size(draft) > 1
     if fleet:
         for place in places:
-            _exchange(ledger, place)
+            _exchange(ledger, account, place)
     for place in places:
         _total(ledger, place)
     _fleet(ledger)
@@ -69,7 +69,7 @@ def _compute(ledger: Ledger, place: int) -> None:
         calibrated_time(ledger, f"{base}/step/{part}", taught, time, work, rates, said, measurable=True)
 
 
-def _exchange(ledger: Ledger, place: int) -> None:
+def _exchange(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
     base = f"/ranks/{place}"
     computes = [f"/ranks/{other}/step/compute" for other in range(len(ledger.draft["ranks"]))]
     ledger.compute(
@@ -81,8 +81,21 @@ def _exchange(ledger: Ledger, place: int) -> None:
         measurable=True,
     )
     if "owners_seconds" in ledger.draft["exchange"]:
-        why = "every owner's updates reach every rank"
-        ledger.compute(f"{base}/step/owners", "s", float, ["/exchange/owners_seconds"], why, measurable=True)
+        _owners(ledger, account, place)
+
+
+def _owners(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
+    rank, base = rank_facts(ledger.draft, account, place), f"/ranks/{place}"
+    calibrated_time(
+        ledger,
+        f"{base}/step/owners",
+        "/exchange/calibration/owners",
+        lambda gather, launch: gather + rank.packing_seconds(launch),
+        ["/exchange/owners_seconds"],
+        [f"{base}/rates/launch"],
+        ("every owner's updates packed, two launches a matrix, and sent to every rank", None),
+        measurable=True,
+    )
 
 
 def _total(ledger: Ledger, place: int) -> None:
