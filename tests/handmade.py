@@ -66,7 +66,7 @@ def body(*, rate: float = 50e9, batch: int = 4, asked: dict[str, Any] | None = N
         "mechanisms": decision(None, ["recompute"], "granted", "fits", rejected=_REJECTED),
         "tokens": _computed(batch * 128, "tokens", batch_at),
         "token_weight": _computed(0.5, "", batch_at),
-        "work": {"flops": _computed(batch * 1e9, "FLOP", batch_at)},
+        "demand": {"flops": _computed(batch * 1e9, "FLOP", batch_at)},
         "memory": _memory(batch),
         "step": {
             "compute": _computed(seconds, "s", rate_at, batch_at, low=seconds / 2, high=seconds * 2, measurable=True),

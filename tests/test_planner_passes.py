@@ -15,7 +15,7 @@ from planner.passes.layout import lay_out
 from planner.passes.link import Rings, at_size, lane_rate, ring_volume
 from planner.passes.split import Group, assign_owners, split_samples
 from planner.refusals.rules import RULES, Refused
-from schemas.document import reading, walk
+from schemas.document import reading, tally, walk
 from schemas.form import render
 from schemas.seal import verify
 from schemas.validate import refuse_other_shape
@@ -80,6 +80,7 @@ def test_every_plan_holds_its_schema_and_its_counts(asked: dict[str, Any]) -> No
     plan = compile_plan(request(**asked), record(), _opt(asked))
     refuse_other_shape(plan, "plan")
     verify(plan, "plan")
+    assert plan["counts"] == tally(plan)
 
 
 def test_nothing_in_a_plan_of_unknown_rates_is_a_number_out_of_nothing() -> None:

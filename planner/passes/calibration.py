@@ -48,7 +48,7 @@ def _row(plan: Mapping[str, Json], run: Mapping[str, Json], place: int) -> dict[
     row["seq"], row["batch"] = entry["seq"]["chosen"], entry["batch"]["chosen"]
     for part, prefix in (("compute", ""), ("optimizer", "optimizer_")):
         row[part] = _seen(run, f"/ranks/{place}/step/{part}", entry["members"])
-        row[f"{part}_work"] = [plain(entry["work"][prefix + key]) for key in _WORK]
+        row[f"{part}_work"] = [plain(entry["demand"][prefix + key]) for key in _WORK]
     row["all_reduce"] = _seen(run, "/exchange/seconds", None)
     row["owners"] = _seen(run, f"/ranks/{place}/step/owners", entry["members"])
     owners = exchange["owners"]["chosen"] if "owners" in exchange else []

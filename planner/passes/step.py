@@ -46,12 +46,12 @@ def _work(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
     units = {"flops": "FLOP", "bytes": "B", "launches": ""}
     for key, value in rank.work(entry["batch"]["chosen"], entry["seq"]["chosen"], mechanisms).items():
         why = f"{key} of forward and backward, counted on the meta build"
-        ledger.put(f"{base}/work/{key}", reading(float(value), units[key], "computed", why, inputs=inputs))
+        ledger.put(f"{base}/demand/{key}", reading(float(value), units[key], "computed", why, inputs=inputs))
     source = "/exchange/owners" if "owners" in ledger.draft["exchange"] else "/workload/digest"
     for key, value in rank.update_work().items():
         why = f"{key} of the optimizer's step: owned matrices and AdamW"
         item = reading(float(value), units[key], "computed", why, inputs=[source])
-        ledger.put(f"{base}/work/optimizer_{key}", item)
+        ledger.put(f"{base}/demand/optimizer_{key}", item)
 
 
 def _compute(ledger: Ledger, place: int) -> None:
@@ -63,7 +63,7 @@ def _compute(ledger: Ledger, place: int) -> None:
 
     rates = [f"{base}/rates/{name}" for name in _RATES]
     for part, prefix in (("compute", ""), ("optimizer", "optimizer_")):
-        work = [f"{base}/work/{prefix}{name}" for name in ("flops", "bytes", "launches")]
+        work = [f"{base}/demand/{prefix}{name}" for name in ("flops", "bytes", "launches")]
         said = (f"{how}FLOP / products + bytes / bandwidth", f"{base}/batch" if part == "compute" else None)
         taught = f"{base}/calibration/{part}"
         calibrated_time(ledger, f"{base}/step/{part}", taught, time, work, rates, said, measurable=True)
@@ -138,7 +138,7 @@ def _compute_parts(kind: str, entry: Mapping[str, Json], compute: float) -> dict
     products, bandwidth, launch = (entry["rates"][name]["value"] for name in _RATES)
     if None in (products, bandwidth, launch):
         return {"compute": compute}
-    work = {key: item["value"] for key, item in entry["work"].items()}
+    work = {key: item["value"] for key, item in entry["demand"].items()}
     parts = {"product": work["flops"] / products, "memory": work["bytes"] / bandwidth}
     launching = launch * work["launches"]
     if kind == "cpu":
