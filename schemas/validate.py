@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import ValidationError, best_match
 from referencing import Registry, Resource
 
@@ -67,4 +69,26 @@ def _load(filename: str) -> Json:
 def _validator(filename: str) -> Draft202012Validator:
     shared = [(name, Resource.from_contents(_load(name))) for name in _SHARED]
     registry: Registry[Json] = Registry().with_resources(shared)
-    return Draft202012Validator(_load(filename), registry=registry)
+    extend: Any = validators.extend  # it is not typed
+    remembering = extend(Draft202012Validator, {"$ref": _remembering()})
+    validator: Draft202012Validator = remembering(_load(filename), registry=registry)
+    return validator
+
+
+def _remembering() -> Callable[..., Iterator[ValidationError]]:
+    """The keyword $ref, but a reading that held once is not judged again: a large fleet repeats few of them often."""
+    held: set[str] = set()
+    plain = Draft202012Validator.VALIDATORS["$ref"]
+
+    def judge(validator: Any, ref: str, instance: Json, schema: Json) -> Iterator[ValidationError]:
+        if not ref.endswith("/$defs/reading"):
+            yield from plain(validator, ref, instance, schema)
+            return
+        text = json.dumps(instance)
+        if text not in held:
+            errors = list(plain(validator, ref, instance, schema))
+            yield from errors
+            if not errors and len(held) < 2**16:
+                held.add(text)
+
+    return judge

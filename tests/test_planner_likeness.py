@@ -8,6 +8,7 @@ from planner.passes.compile import compile_plan
 from planner.passes.likeness import grouped, in_order, node_count, numbered
 from planner.refusals.of_runs import world_of
 from planner.refusals.rules import judge
+from schemas.document import reading
 from schemas.form import render
 from schemas.seal import seal
 from schemas.store import loads
@@ -69,3 +70,43 @@ def test_grouping_changes_nothing_that_is_grouped_already(name: str) -> None:
     found = record(name)
     nodes, devices = grouped(found["nodes"], found["devices"])
     assert grouped(nodes, devices) == (nodes, devices)
+
+
+def test_alike_devices_that_differ_a_little_in_free_memory_are_planned_by_the_least_of_it() -> None:
+    found = cluster(64)
+    for place, device in enumerate(found["devices"].values()):
+        device["memory_free"] = {**device["memory_free"], "value": 10**11 - place * 10**6}
+    plan = compile_plan(request(batch=4), seal(found), account())
+    (device,) = plan["fleet"]["devices"].values()
+    assert len(plan["ranks"]) == 1 and device["memory_free"]["value"] == 10**11 - 511 * 10**6
+    assert "the least of 512 that are alike; the most is 100000000000 B" in device["memory_free"]["why"]
+
+
+def test_a_device_with_far_less_free_memory_is_not_alike() -> None:
+    found = fleet(1e12, 1e12)
+    for device in found["devices"].values():
+        device["name"]["value"] = "Card"
+    found["devices"]["GPU-1"]["memory_free"]["value"] //= 2
+    assert len(compile_plan(request(), found, account())["ranks"]) == 2
+
+
+def test_links_that_do_not_speak_of_every_pair_make_no_path() -> None:
+    found = fleet(1e12, 1e12, 1e12)
+    path = reading("nvlink", "", "probed", "made up")
+    found["links"] = {"link-0": {"pairs": [["GPU-0", "GPU-1"]], "path": path, "nvlinks": reading(4, "", "probed", "w")}}
+    assert compile_plan(request(), seal(found), account())["exchange"]["path"]["value"] == "staged"
+    found["links"]["link-0"]["pairs"] += [["GPU-0", "GPU-2"], ["GPU-1", "GPU-2"]]
+    assert compile_plan(request(), seal(found), account())["exchange"]["path"]["value"] == "nvlink"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "path"), [(("8.6", "8.6"), "p2p"), (("8.6", "8.9"), "staged"), (("6.1", "8.0"), "staged")]
+)
+def test_cards_of_several_architectures_are_not_taken_to_reach_each_other(
+    capabilities: tuple[str, str], path: str
+) -> None:
+    found = fleet(1e12, 1e12)
+    for device, sm in zip(found["devices"].values(), capabilities, strict=True):
+        device["sm"]["value"] = sm
+        device["peer_to_peer"] = reading(True, "", "datasheet", "made up")
+    assert compile_plan(request(), seal(found), account())["exchange"]["path"]["value"] == path

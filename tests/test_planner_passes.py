@@ -323,3 +323,30 @@ def test_a_ranks_limit_is_the_least_of_budget_and_memory(
             basis = "unknown" if value is None else "probed"
             device[key] |= {"value": value, "basis": basis, "weakest": basis}
     assert compile_plan(request(fit=fit), found, account())["ranks"][0]["memory"]["limit"]["value"] == limit
+
+
+@pytest.mark.parametrize(
+    ("asked", "way"),
+    [
+        ({"batch": 40}, "--batch "),
+        ({"capacity": [[40, None], [40, None]]}, "--capacity "),
+        ({"batch": 40, "capacity": "equal"}, "--batch "),
+        ({"batch": 4, "seq": 4096}, "--seq "),
+    ],
+)
+def test_the_way_out_of_a_fleet_that_does_not_fit_is_the_largest_that_does(asked: dict[str, Any], way: str) -> None:
+    found = fleet(1e12, 1e12)
+    found["devices"]["GPU-0"]["memory_free"]["value"] = 512 * 2**20 + 800 * 10**6
+    found["devices"]["GPU-1"]["memory_free"]["value"] = 512 * 2**20 + 300 * 10**6
+    with pytest.raises(Refused) as caught:
+        compile_plan(request(**asked), found, account())
+    escapes = {refusal.escape for refusal in caught.value.refusals}
+    assert len(escapes) == 1
+    said = next(part for part in escapes.pop().split(", or ") if part.startswith(way)).split()[1]
+    smaller: dict[str, Any] = {way.strip("- "): int(said) if "," not in said and way != "--capacity " else None}
+    if way == "--capacity ":
+        smaller = {"capacity": [[int(batch), None] for batch in said.split(",")]}
+    compile_plan(request(**{**asked, **smaller}), found, account())
+    if way == "--batch ":
+        with pytest.raises(Refused):
+            compile_plan(request(**{**asked, "batch": int(said) + 1}), found, account())

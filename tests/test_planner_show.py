@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 import pytest
@@ -131,6 +132,11 @@ def test_the_summary_ends_with_the_command_to_type_next(names: list[str], device
     body = handmade.body(asked=handmade.request(batch=4, devices=devices))
     known = {"length": reading(9, "B", "probed", "x"), "sha256": reading("ab" * 32, "", "probed", "x")}
     body["workload"]["data"]["sources"] = [{"name": name, "weight": 1, **known} for name in names]
+    if devices == "gtx-1650":
+        listed = ["card-0", "card-1"]
+        body["fleet"]["devices"] = {"card-0": {**body["fleet"]["devices"]["cpu-0"], "ids": listed}}
+        body["ranks"][0]["devices"] = listed
+        body = json.loads(json.dumps(body).replace("/fleet/devices/cpu-0", "/fleet/devices/card-0"))
     assert command in _summary(seal(body)).splitlines()[-1] + "\n"
 
 

@@ -17,8 +17,9 @@ def join(records: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
 
     Devices stand in the order of the records, and ranks follow it. CPU ranks are numbered anew, since each record
     counts its own from 0; cards keep their UUIDs. A node seen by several ranks has the most cores and memory that one
-    of them saw, and the least free memory; what was timed of it is the first record's that timed it. Links are kept
-    where both ends are in the joined fleet, also those that a record knew to cards it did not see.
+    of them saw, and the least free memory; an all-reduce timed over some of its cards says nothing of all, and is left
+    out; what else was timed of it is the first record's that timed it. Links are kept where both ends are in the joined
+    fleet, also those that a record knew to cards it did not see.
 
     Raises:
         Usage: a record or a card given twice, or toolchains that differ.
@@ -86,7 +87,7 @@ def _merged(first: Mapping[str, Json], second: Mapping[str, Json]) -> dict[str, 
         "memory_free": _least,
         "pinned_limit": _least,
     }
-    merged = {**second, **first}
+    merged = {key: item for key, item in {**second, **first}.items() if not key.startswith("allreduce_")}
     for key in first.keys() & second.keys() & pick.keys():
         merged[key] = pick[key](first[key], second[key])
     return merged

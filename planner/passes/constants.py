@@ -63,6 +63,11 @@ PATH_EFFICIENCY = {
         0.48, 0.35, 0.6, "", "staged through host memory: 0.48 on two H200, the same reported of two RTX 5090"
     ),
 }
+# More than two cards on one host bridge: 0.35 to 0.65 reported of eight.
+PATH_EFFICIENCY_OF_MANY = {
+    "p2p": Assumed(0.55, 0.35, 0.78, "", "ring all-reduce by peer-to-peer of more than two cards"),
+    "staged": Assumed(0.4, 0.25, 0.55, "", "staged through host memory by more than two cards that share it"),
+}
 PATH_LATENCY = {
     "nvlink": Assumed(8e-6, 5e-6, 3e-5, "s", "a ring step of NCCL over NVLink: 6e-6 fitted on two H200"),
     "p2p": Assumed(2e-5, 1e-5, 6e-5, "s", "a ring step of NCCL by peer-to-peer over PCIe"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.passes.ledger import Ledger
-from planner.passes.likeness import grouped, in_order
+from planner.passes.likeness import grouped, in_order, levelled
 from schemas.document import reading, unknown
 from schemas.form import Json
 
@@ -15,7 +15,7 @@ def lay_out(request: Mapping[str, Json], record: Mapping[str, Json], account: Ma
     """The draft of a plan: identity, request, toolchain, fleet, workload, and ranks grouped by likeness."""
     ledger = Ledger({"format": "dormouse.plan", "format_version": 1, "request": dict(request)})
     ledger.put("/toolchain", record["toolchain"])
-    nodes, devices = grouped(record["nodes"], record["devices"])
+    nodes, devices = grouped(levelled(record["nodes"]), levelled(record["devices"]))
     fleet = {"nodes": nodes, "devices": devices} | ({"links": record["links"]} if "links" in record else {})
     ledger.put("/fleet", _moved(fleet))
     ledger.put("/workload", {"model": account["made_from"]["model"], "digest": account["digest"]})

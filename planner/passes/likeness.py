@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from schemas.form import Json
 
+FREE_NEAR = 0.05  # free memory of alike devices within this of each other counts as alike
 _NAMES = ("ids", "order", "node", "members")
 
 Devices = dict[str, dict[str, Json]]
@@ -37,6 +38,25 @@ def in_order(devices: Mapping[str, Json]) -> list[tuple[str, str]]:
         (place, key, name) for key, item in told.items() for place, name in zip(item["order"], item["ids"], strict=True)
     ]
     return [(key, name) for _, key, name in sorted(rows)]
+
+
+def levelled(entries: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+    """``entries`` (nodes or devices) in which those that are alike but for their free memory, and near in that, all say
+    the least of it: what each has free differs from one probing to the next, and a plan must hold on every one."""
+    found = {key: dict(item) for key, item in entries.items()}
+    classes: dict[str, list[str]] = {}
+    for key, item in found.items():
+        if isinstance(item.get("memory_free", {}).get("value"), int):
+            classes.setdefault(_traits({**item, "memory_free": None}), []).append(key)
+    for keys in classes.values():
+        free = [found[key]["memory_free"]["value"] for key in keys]
+        if min(free) < max(free) <= min(free) * (1 + FREE_NEAR):
+            many = sum(len(found[key].get("ids", (key,))) for key in keys)
+            why = f"the least of {many} that are alike; the most is {max(free)} B"
+            level = {**found[keys[free.index(min(free))]]["memory_free"], "why": why}
+            for key in keys:
+                found[key]["memory_free"] = level
+    return found
 
 
 def grouped(nodes: Mapping[str, Json], devices: Mapping[str, Json]) -> tuple[Nodes, Devices]:

@@ -89,7 +89,7 @@ def _path(ledger: Ledger) -> str:
     links = ledger.draft["fleet"].get("links", {})
     order = ("staged", "p2p", "nvlink")
     known = [f"/fleet/links/{name}/path" for name in links]
-    if known and all(ledger.value(source) in order for source in known):
+    if known and _every_pair(ledger) and all(ledger.value(source) in order for source in known):
         chosen = min((ledger.value(source) for source in known), key=order.index)
         why, inputs = "the slowest path between any two of these cards", known
     else:
@@ -98,14 +98,28 @@ def _path(ledger: Ledger) -> str:
             f"/fleet/devices/{escape(key)}/peer_to_peer" for key, item in devices.items() if "peer_to_peer" in item
         ]
         able = len(direct) == len(devices) and all(ledger.value(source) for source in direct)
-        chosen, inputs = ("p2p" if able else "staged"), direct
-        why = "the cards allow peer-to-peer" if able else "not every card is known to allow peer-to-peer: host memory"
+        kinds = {item.get("sm", {}).get("value") for item in devices.values()}
+        chosen, inputs = ("p2p" if able and len(kinds) == 1 else "staged"), direct
+        why = "cards of one architecture that allow peer-to-peer"
+        if chosen == "staged":
+            why = "through host memory: the cards are not known to reach each other"
+            why += " (of several architectures)" if len(kinds) > 1 else ""
     ledger.put("/exchange/path", reading(chosen, "", "computed", why, inputs=inputs))
     return str(chosen)
 
 
+def _every_pair(ledger: Ledger) -> bool:
+    """Whether the links speak of every two cards of the fleet."""
+    ids = [identity for device in ledger.draft["fleet"]["devices"].values() for identity in device["ids"]]
+    links = ledger.draft["fleet"]["links"].values()
+    pairs = {frozenset(pair) for link in links for pair in link["pairs"]}
+    return len(pairs) >= len(ids) * (len(ids) - 1) // 2
+
+
 def _card_rate(ledger: Ledger, path: str) -> None:
-    ledger.put("/exchange/efficiency", constants.PATH_EFFICIENCY[path].reading())
+    many = world_size(ledger.draft) > 2 * node_count(ledger.draft) and path != "nvlink"
+    efficiency = constants.PATH_EFFICIENCY_OF_MANY if many else constants.PATH_EFFICIENCY
+    ledger.put("/exchange/efficiency", efficiency[path].reading())
     devices = ledger.draft["fleet"]["devices"]
     if path == "nvlink":
         _nvlink_rate(ledger, devices)

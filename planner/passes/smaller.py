@@ -1,8 +1,12 @@
-"""What would fit where a plan does not: the largest batch and length, the budget, or the word that nothing does."""
+"""What would fit where a plan does not: budgets, batches and lengths for the whole fleet, or that nothing does.
+
+Each way is tried on every rank before it is said, so that following it does not meet the next refusal.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from planner.passes.cost import Rank
 from planner.passes.layout import device_pointer
@@ -13,48 +17,104 @@ from planner.views.words import size
 from schemas.document import resolve
 from schemas.form import Json
 
+_MOST = 2**20
 
-def ways_to_fit(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mapping[str, Json], place: int) -> str:
-    """The nearest changes under which entry ``place`` of a draft fits its limit, each tried before it is said."""
+
+@dataclass(frozen=True)
+class _Room:
+    """One rank entry: how many ranks, their shape, what they may hold, and the sets of mechanisms there are."""
+
+    count: int
+    members: list[int]
+    rank: Rank
+    batch: int
+    length: int
+    limit: float | None
+    open: list[Mechanisms]
+    every: list[Mechanisms]
+
+    def holds(self, batch: int, length: int, sets: list[Mechanisms]) -> bool:
+        return self.limit is None or any(self.rank.peak(batch, length, engaged) <= self.limit for engaged in sets)
+
+    def most(self, length: int) -> int:
+        """The most sequences of ``length`` that fit; 0 where not even one does."""
+        return (
+            largest_within(_MOST, lambda b: self.holds(b, length, self.open)) if self.holds(1, length, self.open) else 0
+        )
+
+
+def ways_to_fit(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mapping[str, Json]) -> str:
+    """The nearest changes under which every rank of a drafted plan fits its limit."""
+    rooms = [_room(plan, request, account, place) for place in range(len(plan["ranks"]))]
+    ways = []
+    if request["fit"] in (None, "off") and all(room.holds(room.batch, room.length, room.every) for room in rooms):
+        ways.append(f"--fit {_budgets(plan)}, which engages memory mechanisms")
+    ways += _batches(rooms, request)
+    length = _longest(rooms, account["granule"])
+    if length:
+        ways.append(f"--seq {length}")
+    if ways:
+        return ", or ".join(ways)
+    worst = max(rooms, key=lambda room: _state(room, account) - (room.limit or 0))
+    what = "weights, gradients, optimizer state" + (" and CUDA's libraries" if worst.rank.kind == "cuda" else "")
+    return f"a smaller model or a larger device: {what} alone hold {size(_state(worst, account))}"
+
+
+def _room(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mapping[str, Json], place: int) -> _Room:
     entry, rank = plan["ranks"][place], rank_facts(plan, account, place)
-    b, t, limit = entry["batch"]["chosen"], entry["seq"]["chosen"], entry["memory"]["limit"]["value"]
-    every = open_sets(account["mechanisms"], rank.kind, "auto")
-    sets = open_sets(account["mechanisms"], rank.kind, request["fit"])
-    ways = []
-    if request["fit"] in (None, "off") and _fits(rank, b, t, every, limit):
-        ways.append(f"--fit {_budget(plan, entry)}, which engages memory mechanisms")
-    ways += _smaller(rank, b, t, sets, limit, account["granule"])
-    if not ways:
-        state = rank.memory(1, 1, _everything(account, rank.kind))
-        names = ("masters", "gradients", "muon_momentum", "adamw_state", "workspace")
-        held = size(sum(state[name] for name in names))
-        what = "weights, gradients, optimizer state" + (" and CUDA's libraries" if rank.kind == "cuda" else "")
-        return f"a smaller model or a larger device: {what} alone hold {held}"
-    return ", or ".join(ways)
+    rows = account["mechanisms"]
+    return _Room(
+        count=len(entry["members"]),
+        members=entry["members"],
+        rank=rank,
+        batch=entry["batch"]["chosen"],
+        length=entry["seq"]["chosen"],
+        limit=entry["memory"]["limit"]["value"],
+        open=open_sets(rows, rank.kind, request["fit"]),
+        every=open_sets(rows, rank.kind, "auto"),
+    )
 
 
-def _smaller(rank: Rank, b: int, t: int, sets: list[Mechanisms], limit: float, granule: int) -> list[str]:
-    ways = []
-    if b > 1 and _fits(rank, 1, t, sets, limit):
-        ways.append(f"--batch {largest_within(b, lambda batch: _fits(rank, batch, t, sets, limit))}")
-    if t > granule and _fits(rank, b, granule, sets, limit):
-        steps = largest_within(t // granule, lambda count: _fits(rank, b, count * granule, sets, limit))
-        ways.append(f"--seq {steps * granule}")
-    if not ways and t > granule and _fits(rank, 1, granule, sets, limit):
-        steps = largest_within(t // granule, lambda count: _fits(rank, 1, count * granule, sets, limit))
-        ways.append(f"--batch 1 --seq {steps * granule}")
-    return ways
+def _batches(rooms: list[_Room], request: Mapping[str, Json]) -> list[str]:
+    """Fewer sequences: declared ones rank by rank, else the largest --batch that some split of fits."""
+    most = [room.most(room.length) for room in rooms]
+    if min(most) < 1:
+        return []
+    if isinstance(request["capacity"], list):
+        fitting = {member: min(b, room.batch) for b, room in zip(most, rooms, strict=True) for member in room.members}
+        return ["--capacity " + ",".join(str(fitting[member]) for member in sorted(fitting))]
+    world = sum(room.count for room in rooms)
+    if request["capacity"] == "equal":
+        batch = min(most)
+    else:
+        batch = sum(room.count * b for room, b in zip(rooms, most, strict=True)) // world
+    planned = sum(room.count * room.batch for room in rooms) // world
+    return [f"--batch {batch}"] if 1 <= batch < planned else []
 
 
-def _fits(rank: Rank, b: int, t: int, sets: list[Mechanisms], limit: float) -> bool:
-    return any(rank.peak(b, t, engaged) <= limit for engaged in sets)
+def _longest(rooms: list[_Room], granule: int) -> int:
+    """The longest length, in whole granules, at which every rank holds its batch; 0 where none is."""
+    longest = min(room.length for room in rooms) // granule
+
+    def holds(count: int) -> bool:
+        return all(room.holds(room.batch, count * granule, room.open) for room in rooms)
+
+    return largest_within(longest, holds) * granule if longest >= 1 and holds(1) else 0
 
 
-def _everything(account: Mapping[str, Json], kind: str) -> Mechanisms:
-    return (*names_of(account["mechanisms"], "fleet", [kind]), *names_of(account["mechanisms"], "rank", [kind]))
+def _state(room: _Room, account: Mapping[str, Json]) -> int:
+    rows = account["mechanisms"]
+    every = (*names_of(rows, "fleet", [room.rank.kind]), *names_of(rows, "rank", [room.rank.kind]))
+    held = room.rank.memory(1, 1, every)
+    return sum(held[name] for name in ("masters", "gradients", "muon_momentum", "adamw_state", "workspace"))
 
 
-def _budget(plan: Mapping[str, Json], entry: Mapping[str, Json]) -> str:
-    """auto where free memory is known; else the device's own memory in GB."""
-    device = resolve(plan, device_pointer(plan, entry))
-    return "auto" if device["memory_free"]["value"] is not None else f"{device['memory_total']['value'] / 1e9:.4g}"
+def _budgets(plan: Mapping[str, Json]) -> str:
+    """auto where free memory is known everywhere; else each rank's own device memory in GB."""
+    devices = {
+        member: resolve(plan, device_pointer(plan, entry)) for entry in plan["ranks"] for member in entry["members"]
+    }
+    if all(device["memory_free"]["value"] is not None for device in devices.values()):
+        return "auto"
+    budgets = [f"{(devices[member]['memory_total']['value'] or 0) / 1e9:.4g}" for member in sorted(devices)]
+    return budgets[0] if len(set(budgets)) == 1 else ",".join(budgets)

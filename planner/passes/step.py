@@ -12,6 +12,7 @@ from planner.passes.ranks import kind_of, rank_facts, world_size
 from schemas.document import reading, unknown
 from schemas.form import Json
 
+NO_DIFFERENCE = 0.03  # a predicted gain this near to 1 is none
 _RATES = ("products", "bandwidth", "launch")
 
 
@@ -99,9 +100,22 @@ def _owners(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
 
 
 def _total(ledger: Ledger, place: int) -> None:
-    base = f"/ranks/{place}"
-    parts = [f"{base}/step/{name}" for name in ledger.draft["ranks"][place]["step"]]
-    ledger.compute(f"{base}/step/total", "s", lambda *values: sum(values), parts, "all parts", measurable=True)
+    """All parts of a rank's step. Where ranks wait for each other it is reckoned from the slowest rank's compute, and
+    not as the sum of the parts' ends: a rank that is itself slow waits for no other."""
+    base, parts = f"/ranks/{place}", ledger.draft["ranks"][place]["step"]
+    after = [f"{base}/step/{name}" for name in ("optimizer", "owners") if name in parts]
+    if "exchange" not in parts:
+        sources = [f"{base}/step/compute", *after]
+        ledger.compute(f"{base}/step/total", "s", lambda *all_: sum(all_), sources, "all parts", measurable=True)
+    else:
+        computes = [f"/ranks/{other}/step/compute" for other in range(len(ledger.draft["ranks"]))]
+        count = len(computes)
+
+        def total(own: float, reduce: float, buckets: float, *rest: float) -> float:
+            return own + exposed_seconds(own, max(rest[:count]), reduce, buckets) + sum(rest[count:])
+
+        sources = [f"{base}/step/compute", "/exchange/seconds", "/exchange/buckets", *computes, *after]
+        ledger.compute(f"{base}/step/total", "s", total, sources, "all parts", measurable=True)
     sources = [f"{base}/tokens", f"{base}/step/total"]
     why = "the rank's tokens / total"
     pointer = f"{base}/step/tokens_per_second"
@@ -159,7 +173,8 @@ def _verdict(ledger: Ledger) -> None:
     else:
         inputs = ["/step/gain_over_best", "/step/gain_over_even"]
         even = ledger.value("/step/gain_over_even")
-        more = "faster" if gain["value"] >= 1 else "SLOWER"
+        near = abs(gain["value"] - 1) < NO_DIFFERENCE
+        more = "no faster" if near else "faster" if gain["value"] > 1 else "SLOWER"
         text = f"{gain['value']:.3g}x the best device alone ({more} than it)"
         text += ", and an even split does not fit" if even is None else f", {even:.3g}x an even split"
     ledger.put("/step/verdict", reading(text, "", "computed", "from the predicted step times", inputs=inputs))

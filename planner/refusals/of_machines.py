@@ -53,7 +53,7 @@ def no_wheel_serves(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             "no-wheel-serves",
             f"one fleet of {', '.join(_said(key, item) for key, item in cards.items())}",
             f"compute capabilities {', '.join(sorted(map(sm_name, known)))}",
-            "no published build of torch holds code for all of them: Volta and older ended where Blackwell began",
+            "no build of torch 2.11 or newer holds code for all of them: Volta and older ended where Blackwell began",
             "plan the older and the newer cards apart",
         )
 
@@ -105,12 +105,13 @@ def mig_parent(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 
 def mig_fleet(plan: Facts, facts: Facts) -> Iterator[Refusal]:
-    slices = [(key, len(item["ids"])) for key, item in _cards(facts).items() if _value(item, "mig") == "slice"]
-    if sum(count for _, count in slices) > 1:
+    cards = _cards(facts).values()
+    slices = [identity for item in cards if _value(item, "mig") == "slice" for identity in item["ids"]]
+    if len(slices) > 1:
         yield Refusal(
             "mig-fleet",
             "several MIG slices in one run",
-            ", ".join(key for key, _ in slices),
+            ", ".join(slices),
             "NCCL does not join slices of a divided card, and CUDA shows a process one slice only",
             "plan one slice, or end the division (nvidia-smi -mig 0)",
         )

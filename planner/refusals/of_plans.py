@@ -213,7 +213,7 @@ def calibration_unlike(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         yield Refusal(
             "calibration-unlike",
             f"--calibrate by the runs of plan {seal[:12]}",
-            f"no rank of it is alike to one of this plan: {', '.join(traits)} differ",
+            f"no rank of it is alike to one of this plan: unlike in {', '.join(traits)}",
             "a measurement of other work, or of another device, says nothing of this one",
             "leave that plan out of --calibrate, or plan what it planned",
         )
@@ -222,7 +222,7 @@ def calibration_unlike(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     if "account" not in facts:  # at a start: the memory that is free by then is judged instead
         return
-    for place, entry in enumerate(plan["ranks"]):
+    for entry in plan["ranks"]:
         peak, limit = entry["memory"]["peak"]["value"], entry["memory"]["limit"]
         if peak is None or limit["value"] is None or peak <= limit["value"]:
             continue
@@ -237,7 +237,7 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             f"with {', '.join(engaged)} engaged, what is left is still over the limit"
             if engaged
             else "no memory mechanism is engaged, and a run would end out of memory",
-            ways_to_fit(plan, facts["request"], facts["account"], place),
+            ways_to_fit(plan, facts["request"], facts["account"]),
         )
 
 

@@ -15,12 +15,8 @@ def next_step(plan: Mapping[str, Any], file: str) -> str:
     shown = f"Show it with: dormouse-plan show {file}"
     if node_count(plan) > 1:
         return f"{shown} (a plan of several nodes is for comparing: it cannot run yet)"
-    if not _is_of_a_machine(plan["request"]["devices"]):
+    if any(rank["devices"][0].startswith("card-") for rank in plan["ranks"]):
         return f"{shown} (its cards are known by data sheet: it runs where such cards are, or better ones)"
     names = [source["name"] for source in plan["workload"]["data"]["sources"] if source["name"] != "stdlib"]
     data = f" --data {shlex.quote(clean(','.join(names)))}" if names else ""
     return f"Run it with: torchrun -m executor {file}{data}"
-
-
-def _is_of_a_machine(devices: str) -> bool:
-    return devices == "auto" or devices.startswith(("cpu:", "record:"))
