@@ -15,7 +15,7 @@ install: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --without-pip --clear $(VENV)
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[dev]'
+		--constraint constraints.txt pip --editable '.[dev]'
 	touch $@
 
 demo: $(READY)
