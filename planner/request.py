@@ -98,6 +98,8 @@ def fit(text: str) -> Json:
 
 def _budget(part: str) -> int:
     found = _FIT.fullmatch(part)
+    if part in ("off", "auto"):
+        raise Usage(f"--fit has {part} beside other entries: off and auto stand alone, for all ranks")
     if not found:
         raise Usage(f"--fit has {_shown(part)}: off, auto, or a number of GB (10^9 bytes), as in 16, 7.5 or 16GiB")
     try:
