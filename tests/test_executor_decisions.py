@@ -50,7 +50,7 @@ def seen_of(plan: dict[str, Any], folder: Path, size: int) -> dict[str, Any]:
     """What can be seen of a run of ``plan``, by the names that the cases use."""
     if size > 1:
         first = ranks.run(plan, plans.corpus(folder), folder / "run")[0]
-        if first["entry"] is None:
+        if first["entry"] is None or first["entry"]["outcome"] == "failed":  # a CUDA build has NCCL, and no card here
             return {"refusal": first["reason"].split(":")[0]}
         return _seen(first["entry"]) | {"refusal": None}
     done = execute(plan, Places(None, folder / "run", (plans.corpus(folder),)))

@@ -22,6 +22,7 @@ from schemas.store import load, write
 from test_executor_command import HOME, command, written
 from worlds import compiled, run_of
 
+PATH = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
 FAULTY = '''
 import os
 import signal
@@ -140,7 +141,7 @@ def test_what_the_launcher_says_is_shown_where_no_rank_told_a_cause(
 def _started(folder: Path, path: Path, data: Path, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "executor", str(path), "--data", str(data)], cwd=folder, text=True,
-        env={**os.environ, "PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", **environ},
+        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environ},
         stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 

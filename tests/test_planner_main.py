@@ -18,6 +18,7 @@ from schemas.form import render
 from schemas.store import load, write
 
 ROOT = Path(front.__file__).resolve().parent.parent
+PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def run_plan(tmp_path: Path) -> str:
 
 
 def _start(*arguments: str, cwd: Path | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": PATH}
     command = [sys.executable, "-m", "planner", *arguments]
     return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, **more)
 
@@ -156,7 +157,7 @@ def test_a_refusal_is_code_three_with_nothing_on_stdout(capsys: Any) -> None:
 
 def test_a_reader_that_goes_away_is_no_traceback(run_plan: str) -> None:
     command = f"'{sys.executable}' -m planner show '{run_plan}' | head -c 1; exit ${{PIPESTATUS[0]}}"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": PATH}
     done = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, 141)
     assert not done.stderr
@@ -166,7 +167,7 @@ def test_a_reader_that_goes_away_is_no_traceback(run_plan: str) -> None:
 def test_a_full_disk_is_one_message(run_plan: str) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "planner", "show", run_plan]
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environ = {**os.environ, "PYTHONPATH": PATH}
         done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2
     assert "No space left" in done.stderr
@@ -183,7 +184,7 @@ def test_reading_a_plan_imports_nothing_heavy(arguments: list[str], run_plan: st
         "heavy = {'torch', 'pynvml', 'numpy', 'executor', 'platformdirs'} & set(sys.modules);"
         "print(sorted(heavy), file=sys.stderr)"
     )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": PATH}
     command = [sys.executable, "-c", code, *arguments, run_plan]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "[]"
