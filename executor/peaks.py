@@ -102,7 +102,7 @@ class CpuProbe:
         if self.disturbs(step):
             os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it prints a line at each start and stop
             self._start = self.alive()
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
             self._profile.start()
 
     def optimizer(self) -> None:

@@ -41,7 +41,8 @@ def test_each_file_that_is_too_short_is_named_and_the_longest_rank_decides() -> 
 
 
 def test_the_standard_library_whose_length_is_bound_at_the_start_is_not_judged() -> None:
-    compile_plan(request(data=[_source(None, "stdlib")], seq=128), record(), account())
+    plan = compile_plan(request(data=[_source(None, "stdlib")], seq=128), record(), account())
+    assert plan["workload"]["data"]["sources"][0]["length"]["value"] is None
 
 
 def test_what_planning_takes_for_long_enough_the_run_can_read() -> None:
