@@ -57,7 +57,7 @@ GPU_BANDWIDTH_EFFICIENCY = Assumed(0.75, 0.5, 0.92, "", "share of the peak memor
 # All-reduce over each path between cards: the share of the link's rate that the ring reaches, a ring step's latency.
 # Measured on two H200: NVLink 285 to 341 of 450 GB/s, staged through host memory 30 of 63 GB/s.
 PATH_EFFICIENCY = {
-    "nvlink": Assumed(0.74, 0.6, 0.82, "", "ring all-reduce over NVLink: 0.66 to 0.76 seen on two H200"),
+    "nvlink": Assumed(0.74, 0.6, 0.82, "", "ring all-reduce over NVLink: 0.63 to 0.76 seen on two H200"),
     "p2p": Assumed(0.78, 0.6, 0.85, "", "ring all-reduce by direct peer-to-peer over PCIe, as reported"),
     "staged": Assumed(
         0.48, 0.35, 0.6, "", "staged through host memory: 0.48 on two H200, the same reported of two RTX 5090"
