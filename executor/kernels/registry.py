@@ -2,6 +2,9 @@
 
 A kernel ("kda") has choices ("chunk_torch", "recurrent_torch"). A choice is called through the registry only; every
 call raises its count by one. Nothing here falls back: an unknown choice is an error.
+
+An opaque operator (Triton, FLA) is a ``torch.library`` operator of the namespace "dormouse"; what it costs is entered
+beside it, since no count of what it launches inside can see into it.
 """
 
 from __future__ import annotations
@@ -9,12 +12,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import NamedTuple, ParamSpec
 
 from torch import Tensor
 
 P = ParamSpec("P")
 
+
+class Cost(NamedTuple):
+    """What one call of an opaque operator does: ``flops`` of matrix products, a function of its arguments and its
+    result, and kernels launched."""
+
+    flops: Callable[..., int]
+    launches: int
+
+
+costs: dict[str, Cost] = {}
 calls: Counter[tuple[str, str]] = Counter()
 _choices: dict[tuple[str, str], Callable[..., Tensor]] = {}
 
@@ -40,3 +53,8 @@ def lookup(kernel: str, choice: str) -> Callable[..., Tensor]:
         known = sorted(name for owner, name in _choices if owner == kernel)
         raise KeyError(f"kernel {kernel} has no choice {choice!r}; known: {', '.join(known) or 'none'}")
     return _choices[kernel, choice]
+
+
+def cost(operator: str, flops: Callable[..., int], launches: int) -> None:
+    """Enter what ``operator`` ("dormouse::name") costs; ``flops`` is called as ``flops(*args, out=result, **kwargs)``."""
+    costs[operator] = Cost(flops, launches)
