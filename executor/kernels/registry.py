@@ -56,5 +56,5 @@ def lookup(kernel: str, choice: str) -> Callable[..., Tensor]:
 
 
 def cost(operator: str, flops: Callable[..., int], launches: int) -> None:
-    """Enter what ``operator`` ("dormouse::name") costs; ``flops`` is called as ``flops(*args, out=result, **kwargs)``."""
+    """Enter what ``operator`` ("dormouse::name") costs; ``flops`` is called as ``flops(*args, out=result)``."""
     costs[operator] = Cost(flops, launches)
