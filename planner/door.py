@@ -24,7 +24,8 @@ class BadWorkload(Exception):
 class Key:
     """One configuration key: how its text is read, which values are allowed, and what it is without being asked.
 
-    ``low`` and ``high`` are inclusive bounds of an int or float; ``choices`` are the words of a choice.
+    ``low`` and ``high`` are inclusive bounds of an int or float; ``choices`` are the words of a choice. ``below`` names
+    the key that this one counts into: the index of a layer is below the number of layers.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Key:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
+    below: str = ""
 
 
 class ConfigRow(TypedDict):
@@ -52,13 +54,33 @@ class Sizes(TypedDict):
     steps: int
 
 
-class KernelRow(TypedDict):
-    """One way to compute a kernel, with the conditions it needs; rows stand in order of preference.
+Form = dict[str, int | float]
+"""one + b B + t T + bt B T, of B sequences of T tokens."""
 
-    ``devices``: device types; ``min_sm``: lowest compute capability as text ("8.0") or None; ``dtypes``: compute
-    dtypes of a run it serves; ``toolchain``: packages that must be present.
-    """
 
+class Timed(TypedDict):
+    """One kept timing of a kernel's row, forward and backward: on which card, of which shape (what `kernel_shapes`
+    gives, with ``batch`` and ``seq``), in which dtype, under which versions, and its seconds."""
+
+    card: str
+    toolchain: dict[str, str]
+    shape: dict[str, int]
+    dtype: str
+    seconds: float
+
+
+class Tuned(TypedDict):
+    """One kept set of tuned configurations: for which card, toolchain, channels a head, numbers of heads and dtypes."""
+
+    card: str
+    triton: str
+    fla: str
+    head: int
+    heads: list[int]
+    dtypes: list[str]
+
+
+class _KernelRow(TypedDict):
     name: str
     devices: list[str]
     min_sm: str | None
@@ -67,19 +89,75 @@ class KernelRow(TypedDict):
     why: str
 
 
-class MechanismRow(TypedDict, total=False):
-    """One memory mechanism offered: its scope ("rank" or "fleet"), whether it is exact, and what it changes.
+class KernelRow(_KernelRow, total=False):
+    """One way to compute a kernel, with the conditions it needs; rows stand in order of preference.
 
-    ``variant`` names a column of the account's ``compute``; ``component`` and ``factor`` scale one component.
+    ``devices``: device types; ``min_sm``: lowest compute capability as text ("8.0") or None; ``dtypes``: compute
+    dtypes of a run it serves; ``toolchain``: packages that must be present. ``counts_as``: the row whose counts stand
+    for this one's, where both keep and launch alike. ``timed`` and ``tuned``: what is kept of real cards; they say
+    nothing of what the work is, and so are no part of its digest.
     """
 
+    counts_as: str
+    timed: list[Timed]
+    tuned: list[Tuned]
+
+
+class _MechanismRow(TypedDict):
     scope: str
     exact: bool
+    devices: list[str]
+    why: str
+
+
+class MechanismRow(_MechanismRow, total=False):
+    """One memory mechanism offered: its scope ("rank" or "fleet"), whether it is exact, and what it changes.
+
+    ``variant`` names a column of the account's ``compute`` (several engaged are joined by "+"). ``component`` names a
+    component of memory that is scaled by ``factor`` or becomes ``bytes``. ``moves``: a route ("tables") whose masters,
+    gradients and state leave the device; then ``staging`` is what lies on the device instead, ``host`` what the host
+    holds, ``pinned`` the part of it that is pinned, and ``link`` what a step moves between them. ``excludes``: names of
+    mechanisms that cannot be engaged beside it. ``fleet`` False: one rank alone can use it, ``fleet_why`` says why.
+    ``alike``: ranks must run on devices of one kind. ``toolchain``: packages that must be there and serve the card.
+    ``error``: of an approximate one, how far off it was measured to be.
+    """
+
     variant: str
     component: str
     factor: float
-    devices: list[str]
-    why: str
+    bytes: int
+    moves: str
+    staging: Form
+    host: Form
+    pinned: Form
+    link: Form
+    excludes: list[str]
+    fleet: bool
+    fleet_why: str
+    alike: bool
+    toolchain: list[str]
+    error: str
+
+
+def counted_as(kernel: str, choice: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The row under whose name the account counts ``choice`` of ``kernel``."""
+    row = next(row for row in rows[kernel] if row["name"] == choice)
+    return str(row.get("counts_as", choice))
+
+
+def kernel_set(choices: Mapping[str, str], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The key of the account's ``compute`` for one choice of each kernel: "kda=chunk_torch,grouped=grouped_loop"."""
+    named = (f"{kernel}={counted_as(kernel, choice, rows)}" for kernel, choice in sorted(choices.items()))
+    return ",".join(named) or "none"
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    """A workload that tells the shapes its kernels are called with: what timings and tuning are kept by."""
+
+    def kernel_shapes(self, config: Mapping[str, Value]) -> Mapping[str, Mapping[str, int]]:
+        """{kernel: {"head": channels a head, "heads": heads, ...}} of a resolved configuration."""
+        ...
 
 
 @runtime_checkable
