@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from executor import build, conditions, early, honour, measured, smoke
+from executor import build, checkpoint, conditions, early, honour, measured, smoke
 from executor.account import source_digest
 from executor.clock import Clock
 from executor.entry import compose, identity, keep, now
@@ -158,8 +158,19 @@ class _Run:
         corpora = build.open_corpora(self.data.sources, self.places.data)
         self.reader = build.reader(corpora, self.data)
         self.workload, self.model = build.model(self.work, dict(self.rank.kernels))
+        if self.rank.rank == 0:
+            self._require_room()
         digest = honour.workload_facts(self.workload, self.model, self.work.opt)
         return {"data": honour.data_facts(corpora), "workload_digest": digest}
+
+    def _require_room(self) -> None:
+        """Raises BadPlace or BadWorkload where the trained model could not be kept: better now than after the run."""
+        try:
+            reason = checkpoint.no_room_reason(self.places.run_dir, self.model)
+        except checkpoint.BadCheckpoint as error:
+            raise BadWorkload(f"the plan's model {self.work.model}: {error}") from None
+        if reason is not None:
+            raise build.BadPlace(f"--run-dir {self.places.run_dir}: {reason}")
 
     def _first_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = self.reader.batch(0, self.data.global_batch, self.data.offset, self.data.batch, self.data.seq)
@@ -263,15 +274,39 @@ class _Run:
         with _undisturbed():
             mine = self._measured()
             gathered = self._gathered(mine) if agreed else None
+            lost = self._keep_model() if outcome == "finished" and self.rank.rank == 0 else None
             self.reporter.close()
             speaks = self.rank.rank == 0 if gathered is not None else self.meeting.speaks(_CULPRIT_SECONDS)
-            entry, notice = None, None
+            entry, notice = None, lost
             if speaks:
                 entry = self._entry(outcome, reason, {self.rank.rank: mine} if gathered is None else gathered)
                 if self.places.record is not None:
-                    notice = keep(self.plan, self.places.record, self.places.run_dir, entry)
+                    unkept = keep(self.plan, self.places.record, self.places.run_dir, entry)
+                    notice = "; it ".join(filter(None, (lost, unkept))) or None
             model = getattr(self, "model", nn.Module())
             return Outcome(outcome, reason, gathered is not None, speaks, model, entry, notice)
+
+    def _keep_model(self) -> str | None:
+        """Leave the trained model in the run's folder; why it could not be, where it could not."""
+        folder = self.places.run_dir / "final"
+        facts: dict[str, Json] = {
+            "model": self.work.model,
+            "opt": self.work.opt,
+            "seed": self.work.seed,
+            "steps": self.progress.steps,
+            "config": dict(self.work.config),
+            "kernels": dict(self.rank.kernels),
+            "dtype": self.rank.dtype,
+            "plan": self.plan["seal"]["digest"],
+            "id": self.name,
+            "data": self.rows[0]["data"],
+        }
+        try:
+            checkpoint.save(folder, self.model, facts)
+        except Exception as error:  # told with the outcome: whatever it is, the run must still be recorded
+            return f"left no model in {folder} ({type(error).__name__}: {error})"
+        self.reporter.say(f"the model is in {folder}")
+        return None
 
     def _gathered(self, mine: Json) -> dict[int, Json] | None:
         """What each rank measured; None where a rank is gone that had agreed on the end."""
