@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elsewhere import both
-from executor.optim import adamw
+from executor.optim import steps
 from executor.optim.adamw import AdamW
 
 SHAPES = ((37, 11), (64,), (3, 5, 7), (1,))
@@ -73,7 +73,7 @@ def test_the_pair_of_processes_does_tell_torchs_own_adamw_apart() -> None:
 
 def test_chunks_of_any_size_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = weights_after(3)
-    monkeypatch.setattr(adamw, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(steps, "CHUNK_BYTES", 300)
     assert weights_after(3) == whole
     assert len(AdamW(parameters())._chunks) > 1
 

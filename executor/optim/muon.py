@@ -14,11 +14,13 @@ decoupled weight decay (1 - lr wd). What differs is the shape of the work:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from executor.optim.steps import chunks, dropped, factor, gradients_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
@@ -76,6 +78,7 @@ class Muon:
             groups.setdefault((p.shape[-2:], p.device), []).append(i)
         self._groups = list(groups.values())
         self._buffers = [self._zeros(members, state_dtype) for members in self._groups]
+        self._chunks = chunks(self.parameters, kind=lambda p: lr_scale(p.shape))
 
     def _zeros(self, members: list[int], dtype: torch.dtype) -> Tensor:
         first = self.parameters[members[0]]
@@ -83,24 +86,23 @@ class Muon:
         return torch.zeros(count, *first.shape[-2:], dtype=dtype, device=first.device)
 
     @torch.no_grad()
-    def updates(self) -> list[Tensor]:
+    def updates(self, keep: Tensor | None = None) -> list[Tensor]:
         """Updates of the owned matrices in matrix order, each in its matrix's shape and in ns_dtype.
 
-        Momentum advances. Raises RuntimeError where an owned matrix has no gradient, before anything changes.
+        Momentum advances where ``keep`` is not False; the updates are finite either way. Raises RuntimeError where an
+        owned matrix has no gradient, before anything changes.
         """
-        missing = [self.names[i] for i in self.owned if self.parameters[i].grad is None]
-        if missing:
-            raise RuntimeError(f"no gradient for {', '.join(missing)}: every matrix must take part in every step")
+        gradients_of([self.names[i] for i in self.owned], [self.parameters[i] for i in self.owned], "matrix")
         computed: dict[int, Tensor] = {}
         for members, buffer in zip(self._groups, self._buffers, strict=True):
-            batch = self._nesterov(members, buffer)
+            batch = self._nesterov(members, buffer, keep)
             batch = orthogonalise(batch, self.ns_steps, self.ns_dtype)
             sizes = [math.prod(self.parameters[i].shape[:-2]) for i in members]
             for i, update in zip(members, torch.split(batch, sizes), strict=True):
                 computed[i] = update.reshape(self.parameters[i].shape)
         return [computed[i] for i in self.owned]
 
-    def _nesterov(self, members: list[int], buffer: Tensor) -> Tensor:
+    def _nesterov(self, members: list[int], buffer: Tensor, keep: Tensor | None) -> Tensor:
         """Advance the momentum of one group and return its look-ahead gradients [E, m, n]."""
         gradients: list[Tensor] = []
         for i in members:
@@ -108,6 +110,8 @@ class Muon:
             assert gradient is not None  # checked by updates()
             gradients.append(gradient.reshape(-1, *gradient.shape[-2:]))
         stacked = torch.cat(gradients)
+        if keep is not None:  # the mean of the momentum and itself is the momentum
+            torch.where(keep, stacked, buffer, out=stacked)
         if buffer.dtype == stacked.dtype:
             mean = buffer.lerp_(stacked, 1.0 - self.momentum)
         else:
@@ -116,12 +120,18 @@ class Muon:
         return stacked.lerp_(mean, self.momentum)
 
     @torch.no_grad()
-    def apply(self, updates: Iterable[Tensor], lr: float) -> None:
-        """Apply the updates of all matrices, in matrix order, the same on every rank."""
-        for parameter, update in zip(self.parameters, updates, strict=True):
+    def apply(self, updates: Sequence[Tensor], lr: float, keep: Tensor | None = None) -> None:
+        """Apply the updates of all matrices, in matrix order, the same on every rank; none where ``keep`` is False."""
+        for chunk in self._chunks:
+            parameters: list[Tensor] = [self.parameters[i] for i in chunk]
+            drop = dropped(keep, parameters[0])
+            scaled = [torch.empty_like(p) for p in parameters]
+            torch._foreach_copy_(scaled, [updates[i] for i in chunk])
+            rate = factor(lr * lr_scale(parameters[0].shape), 0.0, drop).to(scaled[0].dtype)
+            torch._foreach_mul_(scaled, rate)
             if self.weight_decay:
-                parameter.mul_(1.0 - lr * self.weight_decay)
-            parameter.sub_(update.to(parameter.dtype) * (lr * lr_scale(parameter.shape)))
+                torch._foreach_mul_(parameters, factor(1.0 - lr * self.weight_decay, 1.0, drop).to(rate.dtype))
+            torch._foreach_sub_(parameters, scaled)
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of the storages that hold the state on this rank."""

@@ -2,6 +2,8 @@
 
 Muon orthogonalises the matrices of the repeated blocks. All else goes to AdamW: embedding and head (their rows are
 classes, not directions), norms, biases, gains, convolutions. A stack of matrices [E, m, n] counts as E matrices.
+A parameter with the attribute ``lazy_rows`` is a table of which a step touches few rows: it has a route of its own,
+whatever the optimizer of the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-Route = Literal["muon", "adamw"]
+Route = Literal["muon", "adamw", "tables"]
 
 _BLOCK = re.compile(r"(^|\.)\d+\.")  # inside a list of blocks: a component of the path is a number
 _NOT_A_MATRIX = re.compile(r"(^|\.)(conv\w*|\w*embed\w*|\w*norm\w*|head|lm_head)(\.|$)", re.IGNORECASE)
@@ -22,11 +24,14 @@ class Routed(NamedTuple):
 
     muon: list[tuple[str, nn.Parameter]]
     adamw: list[tuple[str, nn.Parameter]]
+    tables: list[tuple[str, nn.Parameter]]
 
 
-def route(name: str, parameter: nn.Parameter) -> Route:
-    """The route of one parameter under ``--opt muon``: by its dotted name and its shape."""
-    if parameter.ndim not in (2, 3) or min(parameter.shape[-2:]) < 2:
+def route(name: str, parameter: nn.Parameter, opt: str = "muon") -> Route:
+    """The route of one parameter under ``opt``: by its mark, its dotted name and its shape."""
+    if getattr(parameter, "lazy_rows", False):
+        return "tables"
+    if opt == "adamw" or parameter.ndim not in (2, 3) or min(parameter.shape[-2:]) < 2:
         return "adamw"
     if not _BLOCK.search(name) or _NOT_A_MATRIX.search(name):
         return "adamw"
@@ -34,12 +39,11 @@ def route(name: str, parameter: nn.Parameter) -> Route:
 
 
 def split(model: nn.Module, opt: str) -> Routed:
-    """All trainable parameters by route; ``opt`` "adamw" routes everything to AdamW. Raises ValueError otherwise."""
+    """All trainable parameters by route; under ``opt`` "adamw" none goes to Muon. Raises ValueError otherwise."""
     if opt not in ("muon", "adamw"):
         raise ValueError(f"unknown optimizer {opt!r}; known: muon, adamw")
-    routed = Routed([], [])
+    routed = Routed([], [], [])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            chosen = routed.muon if opt == "muon" and route(name, parameter) == "muon" else routed.adamw
-            chosen.append((name, parameter))
+            getattr(routed, route(name, parameter, opt)).append((name, parameter))
     return routed
