@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from executor.count import Counts, Tally
-from executor.optim.adamw import AdamW
 from executor.optim.muon import Muon
 from executor.optim.routing import Routed
+from executor.optim.variants import ADAMW
 from planner.door import Value
 
 NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -32,7 +32,7 @@ def _by_shape(routed: Routed, steps: int, dtype: torch.dtype) -> dict[str, Count
         one.grad = torch.empty_like(one)
         optimizer = Muon([("one", one)], [0], 0, ns_steps=steps, ns_dtype=dtype)
         with Tally((one, one.grad, *optimizer.state_dict().values())) as tally:
-            optimizer.updates()
+            optimizer.updates(_keep())
         counted[f"{rows}x{columns}"] = _counts(tally)
     return counted
 
@@ -46,20 +46,35 @@ def apply_counts(routed: Routed, chosen: Mapping[str, Value]) -> dict[str, Count
     for name, dtype in NS_DTYPES.items():
         updates = [torch.empty_like(parameter, dtype=dtype) for _, parameter in routed.muon]
         with Tally((*optimizer.parameters, *updates)) as tally:
-            optimizer.apply(updates, 1e-3)
+            optimizer.apply(updates, 1e-3, _keep())
         counted[name] = _counts(tally)
     return counted
 
 
-def adamw_counts(routed: Routed, chosen: Mapping[str, Value]) -> Counts:
-    """One step over the whole AdamW route."""
-    for _, parameter in routed.adamw:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer = AdamW(routed.adamw, weight_decay=float(chosen["weight_decay"]))
-    gradients = [p.grad for _, p in routed.adamw if p.grad is not None]
-    with Tally((*optimizer.parameters, *gradients, *optimizer.first, *optimizer.second)) as tally:
-        optimizer.step(1e-3)
-    return _counts(tally)
+def adamw_counts(routed: Routed, chosen: Mapping[str, Value]) -> dict[str, Counts]:
+    """One step over the whole AdamW route, by what does it."""
+    named = [(name, _with_gradient(parameter)) for name, parameter in routed.adamw]
+    counted = {}
+    for kind, make in ADAMW.items():
+        optimizer = make(named, weight_decay=float(chosen["weight_decay"]))
+        with Tally(_alive(named, (*optimizer.first, *optimizer.second))) as tally:
+            optimizer.step(1e-3, _keep())
+        counted[kind] = _counts(tally)
+    return counted
+
+
+def _with_gradient(parameter: nn.Parameter) -> nn.Parameter:
+    parameter.grad = torch.empty_like(parameter)
+    return parameter
+
+
+def _alive(named: Sequence[tuple[str, nn.Parameter]], state: Iterable[Tensor]) -> list[Tensor]:
+    return [*(p for _, p in named), *(p.grad for _, p in named if p.grad is not None), *state]
+
+
+def _keep() -> Tensor:
+    """What every step of a run is gated by."""
+    return torch.ones((), dtype=torch.bool, device="meta")
 
 
 def _counts(tally: Tally) -> Counts:

@@ -23,8 +23,13 @@ from torch import Tensor, nn
 from executor.optim.steps import blank, chunks, dropped, factor, gradients_of
 
 
-class AdamW:
-    """Decoupled AdamW over named parameters; gradients are read from ``.grad``."""
+class Moments:
+    """Named parameters, the two moments of each, and ``counter``, which tells on the device how many steps were kept.
+
+    Gradients are read from ``.grad``. Weight decay is decoupled, for tensors of two dimensions or more.
+    """
+
+    counter: Tensor
 
     def __init__(
         self,
@@ -36,12 +41,35 @@ class AdamW:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.weight_decay, self.betas, self.eps = weight_decay, betas, eps
+        self.device = self.parameters[0].device if named else torch.device("cpu")
         self.first = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in self.parameters]
         self.second = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in self.parameters]
-        device = self.parameters[0].device if named else None
-        self._betas = torch.tensor(betas, dtype=torch.float64, device=device)
-        self.powers = torch.ones_like(self._betas)
-        """b1^t and b2^t, of the steps that were kept."""
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of the storages that hold the state."""
+        return {"adamw_state": sum(t.untyped_storage().nbytes() for t in self.first + self.second)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later run needs to go on exactly."""
+        return {"counter": self.counter, "first": dict(zip(self.names, self.first, strict=True)),
+                "second": dict(zip(self.names, self.second, strict=True))}  # fmt: skip
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state. Raises KeyError where a parameter's state is missing."""
+        self.counter.copy_(state["counter"])
+        for name, first, second in zip(self.names, self.first, self.second, strict=True):
+            first.copy_(state["first"][name])
+            second.copy_(state["second"][name])
+
+
+class AdamW(Moments):
+    """Decoupled AdamW; ``counter`` is (b1^t, b2^t) in float64."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *options: Any, **named_options: Any) -> None:
+        super().__init__(named, *options, **named_options)
+        self._betas = torch.tensor(self.betas, dtype=torch.float64, device=self.device)
+        self.counter = torch.ones_like(self._betas)
         self._chunks = chunks(self.parameters)
 
     @torch.no_grad()
@@ -53,9 +81,9 @@ class AdamW:
         gradients = gradients_of(self.names, self.parameters, "parameter")
         if not gradients:
             return
-        drop = dropped(keep, self.powers)
-        ahead, betas = self.powers * self._betas, self._betas.masked_fill(drop, 1.0)
-        self.powers.mul_(betas)
+        drop = dropped(keep, self.counter)
+        ahead, betas = self.counter * self._betas, self._betas.masked_fill(drop, 1.0)
+        self.counter *= betas
         widen = (1.0 - ahead[1]).sqrt().reciprocal()
         rate = (lr * (1.0 - ahead[0]).reciprocal()).masked_fill_(drop, 0.0)
         factors = torch.stack([*betas, widen, rate, factor(1.0 - lr * self.weight_decay, 1.0, drop)])
@@ -84,20 +112,3 @@ class AdamW:
         if decayed and self.weight_decay:
             torch._foreach_mul_(decayed, decay)
         torch._foreach_sub_(parameters, update)
-
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes of the storages that hold the state."""
-        return {"adamw_state": sum(t.untyped_storage().nbytes() for t in self.first + self.second)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a later run needs to go on exactly."""
-        return {"powers": self.powers, "first": dict(zip(self.names, self.first, strict=True)),
-                "second": dict(zip(self.names, self.second, strict=True))}  # fmt: skip
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state. Raises KeyError where a parameter's state is missing."""
-        self.powers.copy_(state["powers"])
-        for name, first, second in zip(self.names, self.first, self.second, strict=True):
-            first.copy_(state["first"][name])
-            second.copy_(state["second"][name])
