@@ -68,8 +68,7 @@ def load(name: str, label: str, say: Callable[[str], None] | None = None) -> Mod
     Raises:
         BadWorkload: it is not there, or its code raised.
     """
-    with _working_folder_last():
-        file = _file_of(name)
+    file = file_of(name)
     if say is not None and file is not None:
         say(f"{label} is imported from {file}")
     with guarded(f"{label}: cannot import {name!r}"):
@@ -84,8 +83,14 @@ def load(name: str, label: str, say: Callable[[str], None] | None = None) -> Mod
             ) from error
 
 
+def file_of(name: str) -> str | None:
+    """The file that holds module ``name``, on the import path or in the working folder, found without running any of
+    it; None where it is not found."""
+    with _working_folder_last():
+        return _file_of(name)
+
+
 def _file_of(name: str) -> str | None:
-    """The file that holds module ``name``, found without running any of it; None where it is not found."""
     first, *rest = name.split(".")
     try:
         spec: ModuleSpec | None = importlib.util.find_spec(first)
