@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial, reduce
 from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from executor.models.host_table import HostTable
 
 ORDERS = (2, 3, 4)
 PADDING = 256  # the symbol before a window's first byte: no byte has it, so windows depend on nothing before them
@@ -30,8 +33,8 @@ _MASK = (1 << 64) - 1
 class Engram(nn.Module):
     """([B, T, D] residual stream, [B, T] int64 bytes) -> [B, T, D], to be added to the residual stream.
 
-    ``table`` [sum of the heads' row counts, E] holds the heads' rows one after the other; its attributes ``lazy_rows``
-    and ``lookups`` (S) say that a step touches few of its rows, and how many a position looks up.
+    ``table`` [sum of the heads' row counts, E] holds the heads' rows one after the other; its attribute ``lazy_rows``
+    says that a step touches few of them. ``host`` holds it instead after ``to_host``.
     """
 
     multipliers: Tensor
@@ -43,11 +46,12 @@ class Engram(nn.Module):
         self.orders = [order for order in orders for _ in range(heads)]  # of each lookup
         counts = row_counts(rows, len(self.orders))
         starts = [sum(counts[:i]) for i in range(len(counts))]
-        self.register_buffer("multipliers", torch.tensor(multipliers(self.orders)), persistent=False)
+        self.register_buffer("multipliers", torch.tensor(multipliers_of(self.orders)), persistent=False)
         self.register_buffer("primes", torch.tensor(counts), persistent=False)
         self.register_buffer("starts", torch.tensor(starts), persistent=False)
         self.table = nn.Parameter(torch.empty(sum(counts), dim))
-        self.table.lazy_rows, self.table.lookups = True, len(self.orders)  # type: ignore[attr-defined]
+        self.table.lazy_rows = True  # type: ignore[attr-defined]
+        self.host: HostTable | None = None
         self.key = nn.Linear(len(self.orders) * dim, width, bias=False)
         self.value = nn.Linear(len(self.orders) * dim, width, bias=False)
         self.stream_norm = nn.RMSNorm(width, eps=EPS)
@@ -61,27 +65,44 @@ class Engram(nn.Module):
         nn.init.normal_(self.value.weight, std=out_scale * self.value.in_features**-0.5)
 
     def indices(self, inputs: Tensor) -> Tensor:
-        """[B, T] int64 bytes -> [B, T, S] int64 rows of the table, the same on every device.
+        """[B, T] int64 bytes -> [B, T, S] int64 rows of the table."""
+        return hashed(inputs, self.multipliers, self.primes, self.starts)
 
-        An n-gram is the sum of its bytes times an odd multiplier each, in 64 bits that wrap around; shifts and a
-        product mix high bits into low ones before the remainder by the head's prime.
-        """
-        longest, length = len(self.multipliers), inputs.shape[-1]
-        padded = F.pad(inputs, (longest - 1, 0), value=PADDING).unsqueeze(-1)
-        mixed = padded[..., longest - 1 :, :] * self.multipliers[0]
-        for lag in range(1, longest):
-            start = longest - 1 - lag
-            mixed = mixed + padded[..., start : start + length, :] * self.multipliers[lag]
-        mixed = (mixed ^ _shifted(mixed, 32)) * _MIXER
-        mixed = mixed ^ _shifted(mixed, 29)
-        return torch.remainder(mixed, self.primes) + self.starts
+    def to_host(self) -> None:
+        """Move the table to host memory: it is no parameter any more, and the forward brings the rows it looks up."""
+        constants = {name: buffer.cpu() for name, buffer in self.named_buffers()}
+        self.host = HostTable(self.table.detach().cpu(), partial(hashed, **constants), len(self.orders))
+        self.register_parameter("table", None)
+
+    def host_tensors(self) -> dict[str, Tensor]:
+        """The table under its parameter's name, where it lies in host memory, with every update done."""
+        if self.host is None:
+            return {}
+        self.host.settle()
+        return {"table": self.host.weight}
 
     def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
-        found = _compute(F.embedding(self.indices(inputs), self.table).flatten(-2))
+        rows, slots = (self.table, self.indices(inputs)) if self.host is None else self.host.take(inputs)
+        found = _compute(F.embedding(slots, rows).flatten(-2))
         key, value = self.key(found), self.value(found)
         with torch.autocast(x.device.type, enabled=False):
             fit = (self.stream_norm(x) * self.key_norm(key.to(x.dtype))).sum(-1, keepdim=True)
             return torch.sigmoid(fit * x.shape[-1] ** -0.5) * value.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def hashed(inputs: Tensor, multipliers: Tensor, primes: Tensor, starts: Tensor) -> Tensor:
+    """[B, T] int64 bytes -> [B, T, S] int64 rows, the same on every device.
+
+    An n-gram is the sum of its bytes times an odd multiplier each, in 64 bits that wrap around; shifts and a product
+    mix high bits into low ones before the remainder by the head's prime, and each head's rows begin at its start.
+    """
+    before = len(multipliers) - 1
+    padded = F.pad(inputs, (before, 0), value=PADDING).unsqueeze(-1)
+    lagging = (padded.narrow(1, before - lag, inputs.shape[1]) for lag in range(before + 1))
+    mixed = reduce(torch.add, map(torch.mul, lagging, multipliers))
+    mixed = (mixed ^ _shifted(mixed, 32)) * _MIXER
+    mixed = mixed ^ _shifted(mixed, 29)
+    return torch.remainder(mixed, primes) + starts
 
 
 def parameters(width: int, rows: int, heads: int, dim: int, orders: Sequence[int] = ORDERS) -> int:
@@ -95,7 +116,7 @@ def row_counts(rows: int, lookups: int) -> list[int]:
     return list(islice(_primes_from(rows), lookups))
 
 
-def multipliers(orders: Sequence[int]) -> list[list[int]]:
+def multipliers_of(orders: Sequence[int]) -> list[list[int]]:
     """[longest order, S] odd int64 multipliers by lag, 0 for what lies before a lookup's n-gram."""
     words = _words(SEED)
     by_lookup = [[_signed(next(words) | 1) for _ in range(order)] for order in orders]
