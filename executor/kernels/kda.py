@@ -1,6 +1,10 @@
-"""Kimi Delta Attention in plain torch: a chunked form and the token loop it must equal.
+"""Kimi Delta Attention: what each choice of the kernel computes, and its two forms in plain torch.
 
 Legend: B batch, T length, H heads, K key channels, V value channels, N chunks, C tokens a chunk.
+
+A choice takes what the layer's maps give: q and k before their norm, the decay and the writing strength before their
+activations. With rate [H] and bias [H K], all in fp32 inside:
+    q, k <- q, k / |q|, |k|        g = -exp(rate) softplus(decay + bias)        beta <- sigmoid(beta)
 
 The recurrence (Kimi Linear, arXiv 2510.26692, eq. 1), state S [K, V], decay g <= 0 per channel, writing strength beta:
     S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T          o_t = S_t^T q_t / sqrt(K)
@@ -21,12 +25,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from executor.kernels import kda_fla
 from executor.kernels.registry import register
 from planner.door import KernelRow
 
 CHUNK = 16
+NORM_EPS = 1e-6  # beneath the square root, as in FLA
 
 ROWS: tuple[KernelRow, ...] = (
+    {
+        "name": "chunk_fla",
+        "devices": ["cuda"],
+        "min_sm": "8.0",
+        "dtypes": ["bf16", "fp16"],
+        "toolchain": ["triton", "fla-core"],
+        "why": "FLA's fused Triton kernels, chunks of 64; below sm_80 Triton's products use no tensor cores",
+    },
     {
         "name": "chunk_torch",
         "devices": ["cpu", "cuda"],
@@ -54,6 +68,31 @@ def _working(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
+def activated(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, rate: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The recurrence's q, k, v, g and beta, all in the working dtype. Shapes as in chunk_torch."""
+    q, k, v, decay, beta = _working(q, k, v, decay, beta)
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
+    g = F.softplus(decay + bias.view(decay.shape[-2:])) * -rate.exp().unsqueeze(-1)
+    return q, k, v, g, beta.sigmoid()
+
+
+register("kda", "chunk_fla")(kda_fla.chunk)
+
+
+@register("kda", "chunk_torch")
+def chunk_torch(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+    """q, k, decay [B, T, H, K], v [B, T, H, V], beta [B, T, H], rate [H], bias [H K] -> o [B, T, H, V], dtype of v."""
+    return by_chunks(*activated(q, k, v, decay, beta, rate, bias)).to(v.dtype)
+
+
+@register("kda", "recurrent_torch")
+def recurrent_torch(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
+    """Shapes as in chunk_torch."""
+    return by_tokens(*activated(q, k, v, decay, beta, rate, bias)).to(v.dtype)
+
+
 def _chunks(x: Tensor, pad: int) -> Tensor:
     """[B, T, H, X] -> [B*H, N, C, X], zeros added at the end."""
     if pad:
@@ -62,16 +101,15 @@ def _chunks(x: Tensor, pad: int) -> Tensor:
     return x.transpose(1, 2).reshape(batch * heads, length // CHUNK, CHUNK, width)
 
 
-@register("kda", "chunk_torch")
-def chunk_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """q, k, g [B, T, H, K], v [B, T, H, V], beta [B, T, H] -> o [B, T, H, V] in the dtype of v.
+def by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """q, k, g [B, T, H, K], v [B, T, H, V], beta [B, T, H] in one dtype, fp32 or wider -> o [B, T, H, V].
 
     Any length: the last chunk is filled with tokens that neither decay (g = 0) nor write (beta = 0).
     """
     batch, length, heads, keys = q.shape
-    values, out_dtype = v.shape[-1], v.dtype
+    values = v.shape[-1]
     pad = -length % CHUNK
-    q, k, v, g, b = (_chunks(x, pad) for x in _working(q, k, v, g, beta.unsqueeze(-1)))
+    q, k, v, g, b = (_chunks(x, pad) for x in (q, k, v, g, beta.unsqueeze(-1)))
     number = q.shape[1]
 
     total = g.cumsum(-2)  # G [BH, N, C, K]
@@ -86,7 +124,7 @@ def chunk_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Ten
     u = fresh - erase @ states
     out: Tensor = (q * grown * keys**-0.5) @ states + attend @ u
     out = out.reshape(batch, heads, number * CHUNK, values).transpose(1, 2)
-    return out[:, :length].to(out_dtype)
+    return out[:, :length]
 
 
 def _pairwise(k: Tensor, total: Tensor) -> Tensor:
@@ -111,12 +149,10 @@ def _states(k: Tensor, total: Tensor, fresh: Tensor, erase: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
-@register("kda", "recurrent_torch")
-def recurrent_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The recurrence token by token. Shapes as in chunk_torch."""
+def by_tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The recurrence token by token. Shapes and dtype as in by_chunks."""
     batch, length, heads, keys = q.shape
-    out_dtype = v.dtype
-    q, k, v, g, b = (x.transpose(1, 2) for x in _working(q, k, v, g, beta.unsqueeze(-1)))  # [B, H, T, X]
+    q, k, v, g, b = (x.transpose(1, 2) for x in (q, k, v, g, beta.unsqueeze(-1)))  # [B, H, T, X]
     q, decay, k_in = q * keys**-0.5, g.exp().unsqueeze(-1), k * b
     state = torch.zeros(batch, heads, keys, v.shape[-1], dtype=v.dtype, device=v.device)
     outs = []
@@ -125,4 +161,4 @@ def recurrent_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) ->
         error = v[:, :, t] - (k[:, :, t].unsqueeze(-2) @ state).squeeze(-2)  # [B, H, V]
         state = state + k_in[:, :, t].unsqueeze(-1) * error.unsqueeze(-2)
         outs.append((q[:, :, t].unsqueeze(-2) @ state).squeeze(-2))
-    return torch.stack(outs, 1).to(out_dtype)
+    return torch.stack(outs, 1)

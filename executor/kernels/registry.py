@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
-from typing import NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 from torch import Tensor
 
@@ -20,11 +20,12 @@ P = ParamSpec("P")
 
 
 class Cost(NamedTuple):
-    """What one call of an opaque operator does: ``flops`` of matrix products, a function of its arguments and its
-    result, and kernels launched."""
+    """What one call of an opaque operator does: ``flops`` of matrix products and ``temporary`` bytes that it takes and
+    returns inside itself, both functions of its arguments and its result, and kernels launched."""
 
     flops: Callable[..., int]
     launches: int
+    temporary: Callable[..., int]
 
 
 costs: dict[str, Cost] = {}
@@ -55,6 +56,10 @@ def lookup(kernel: str, choice: str) -> Callable[..., Tensor]:
     return _choices[kernel, choice]
 
 
-def cost(operator: str, flops: Callable[..., int], launches: int) -> None:
-    """Enter what ``operator`` ("dormouse::name") costs; ``flops`` is called as ``flops(*args, out=result)``."""
-    costs[operator] = Cost(flops, launches)
+def _nothing(*_: Any, out: Any) -> int:
+    return 0
+
+
+def cost(operator: str, flops: Callable[..., int], launches: int, temporary: Callable[..., int] = _nothing) -> None:
+    """Enter what ``operator`` ("dormouse::name") costs; both functions are called as ``f(*args, out=result)``."""
+    costs[operator] = Cost(flops, launches, temporary)
