@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from executor import voice
 from executor.data import Corpus, Reader, open_corpus, stdlib_corpus
-from executor.mechanisms import muon_state_bf16, recompute
-from executor.optim.adamw import AdamW
+from executor.mechanisms.table import ORDERED
+from executor.models.engram import Engram
+from executor.optim.adamw_8bit import AdamW8bit
 from executor.optim.muon import Muon
 from executor.optim.routing import Routed, split
+from executor.optim.scaler import Scaler
+from executor.optim.tables import HostTables, Tables
+from executor.optim.variants import ADAMW, AnyAdamW
 from executor.precision import DTYPES
 from executor.slices import DataSlice, RankSlice, Source, WorkSlice
 from executor.workloads import build, resolve
@@ -24,9 +28,7 @@ from planner.data import least_length
 from planner.door import BadWorkload, Workload
 from schemas.store import unwritable_reason
 
-# What a mechanism changes: the model before it trains, or the options that Muon is made with.
-MODEL_MECHANISMS: dict[str, Callable[[nn.Module], None]] = {recompute.NAME: recompute.apply}
-MUON_MECHANISMS: dict[str, Callable[[dict[str, Any]], None]] = {muon_state_bf16.NAME: muon_state_bf16.apply}
+MECHANISMS = {mechanism.NAME: mechanism for mechanism in ORDERED}
 
 
 class BadPlace(Exception):
@@ -35,11 +37,28 @@ class BadPlace(Exception):
 
 @dataclass
 class Optimizers:
-    """The routed parameters and what updates them; ``muon`` is None where no matrix is routed to it."""
+    """The routed parameters and what updates them: None where nothing is routed to it, and the scaler where no rank
+    computes in fp16."""
 
     routed: Routed
     muon: Muon | None
-    adamw: AdamW
+    adamw: AnyAdamW
+    tables: Tables | HostTables | None = None
+    scaler: Scaler | None = None
+
+    def settle(self, kept: bool) -> None:
+        """Told after each step, once it is known whether it was kept, for what counts steps on the host."""
+        if isinstance(self.adamw, AdamW8bit):
+            self.adamw.settle(kept)
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """The tensors on the device that live from step to step, by component of memory."""
+        muon, tables = self.muon, self.tables
+        return {
+            "muon_momentum": [] if muon is None else list(muon.state_dict().values()),
+            "adamw_state": [*self.adamw.first, *self.adamw.second],
+            "tables_state": [*tables.first, *tables.second] if isinstance(tables, Tables) else [],
+        }
 
 
 def device_of(kind: str) -> torch.device:
@@ -132,14 +151,19 @@ def settle(built: nn.Module, rank: RankSlice) -> nn.Module:
         torch.set_num_threads(rank.threads)
     placed = built.to(device_of(rank.kind))
     for name in rank.mechanisms:
-        if name not in MODEL_MECHANISMS and name not in MUON_MECHANISMS:
+        if name not in MECHANISMS:
             raise BadWorkload(f"the plan engages {name!r}, which this executor does not know")
-        if name in MODEL_MECHANISMS:
+        if not _is_of_state(name):
             try:
-                MODEL_MECHANISMS[name](placed)
+                MECHANISMS[name].apply(placed)
             except ValueError as error:
                 raise BadWorkload(str(error)) from None
     return placed
+
+
+def _is_of_state(name: str) -> bool:
+    """Whether a mechanism changes the options of the optimizers, and not the model."""
+    return "component" in MECHANISMS[name].ROW
 
 
 def optimizers(placed: nn.Module, work: WorkSlice, rank: RankSlice, owners: Sequence[int]) -> Optimizers:
@@ -153,13 +177,34 @@ def optimizers(placed: nn.Module, work: WorkSlice, rank: RankSlice, owners: Sequ
         "weight_decay": config["weight_decay"],
         "ns_steps": config["ns_steps"],
         "ns_dtype": DTYPES[config["ns_dtype"]],
+        "adamw": {"auto": "ieee"}.get(config["adamw"], config["adamw"]),
     }
-    for name in rank.mechanisms:
-        if name in MUON_MECHANISMS:
-            MUON_MECHANISMS[name](options)
+    for name in filter(_is_of_state, rank.mechanisms):
+        MECHANISMS[name].apply(options)
+    adamw = ADAMW[options.pop("adamw")](routed.adamw, weight_decay=config["weight_decay"])
     owned_by = owners_of(routed, owners, rank)
-    muon = Muon(routed.muon, owned_by, rank.rank, **options) if routed.muon else None
-    return Optimizers(routed, muon, AdamW(routed.adamw, weight_decay=config["weight_decay"]))
+    return Optimizers(
+        routed,
+        Muon(routed.muon, owned_by, rank.rank, **options) if routed.muon else None,
+        adamw,
+        tables_of(placed, routed),
+        _scaler(config, rank),
+    )
+
+
+def tables_of(placed: nn.Module, routed: Routed) -> Tables | HostTables | None:
+    """What updates the tables, where they lie: on the device, in host memory, or nowhere."""
+    engrams = [(name, module) for name, module in placed.named_modules() if isinstance(module, Engram)]
+    hosted = [(f"{name}.table", engram.host) for name, engram in engrams if engram.host is not None]
+    if hosted:
+        return HostTables(hosted)
+    return Tables(routed.tables) if routed.tables else None
+
+
+def _scaler(config: Mapping[str, Any], rank: RankSlice) -> Scaler | None:
+    if not rank.loss_scaling:
+        return None
+    return Scaler(config["loss_scale"], config["loss_scale_growth"], device_of(rank.kind))
 
 
 def owners_of(routed: Routed, owners: Sequence[int], rank: RankSlice) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from executor.count import Counts, Tally
 from executor.optim.muon import Muon
 from executor.optim.routing import Routed
+from executor.optim.tables import Tables
 from executor.optim.variants import ADAMW
 from planner.door import Value
 
@@ -61,6 +62,17 @@ def adamw_counts(routed: Routed, chosen: Mapping[str, Value]) -> dict[str, Count
             optimizer.step(1e-3, _keep())
         counted[kind] = _counts(tally)
     return counted
+
+
+def tables_counts(routed: Routed, chosen: Mapping[str, Value]) -> Counts:
+    """One step over the tables, of which every row is read."""
+    if not routed.tables:
+        return _counts(Tally())
+    named = [(name, _with_gradient(parameter)) for name, parameter in routed.tables]
+    optimizer = Tables(named)
+    with Tally(_alive(named, (*optimizer.first, *optimizer.second))) as tally:
+        optimizer.step(1e-3, _keep())
+    return _counts(tally)
 
 
 def _with_gradient(parameter: nn.Parameter) -> nn.Parameter:

@@ -1,4 +1,5 @@
-"""How ranks act as one: the agreed loss and verdict of a step, the one norm, the owners' updates, the fingerprints.
+"""How ranks act as one: the agreed loss and verdict of a step, the one norm, the owners' updates, sums of counts, the
+fingerprints. What a step asks stays on the device; `agreed` reads the verdict once the step is launched.
 
 `Alone` is the fleet of a one-rank plan: no process group, nothing between the plain loop and its arithmetic. `Ranks` is
 every other. Collectives of setup have a generous deadline; those of training a short one, so that a dead rank ends the
@@ -49,9 +50,10 @@ class Fleet(Protocol):
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward: ...
     def weighted(self, loss: Tensor) -> Tensor: ...
-    def announce(self, loss: Tensor) -> Callable[[], Agreed]: ...
+    def announce(self, loss: Tensor) -> Callable[[], Tensor]: ...
     def norm(self, gradients: Sequence[Tensor]) -> Tensor: ...
     def share(self, updates: list[Tensor]) -> list[Tensor]: ...
+    def total(self, counts: Tensor) -> Tensor: ...
     def fingerprints(self, model: nn.Module) -> list[str]: ...
     def begin(self) -> None: ...
     def exchanged(self) -> Exchanged | None: ...
@@ -72,15 +74,18 @@ class Alone:
     def weighted(self, loss: Tensor) -> Tensor:
         return loss
 
-    def announce(self, loss: Tensor) -> Callable[[], Agreed]:
-        seen = loss.detach()
-        return lambda: _agreed([0.0 if torch.isfinite(seen) else 1.0, float(seen)])
+    def announce(self, loss: Tensor) -> Callable[[], Tensor]:
+        seen = loss.detach().to(torch.float64)
+        return lambda: torch.stack([(~torch.isfinite(seen)).to(torch.float64), seen])
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return torch.nn.utils.get_total_norm(gradients)
 
     def share(self, updates: list[Tensor]) -> list[Tensor]:
         return updates
+
+    def total(self, counts: Tensor) -> Tensor:
+        return counts
 
     def fingerprints(self, model: nn.Module) -> list[str]:
         return [fingerprint(model)]
@@ -139,21 +144,21 @@ class Ranks:
         """The rank's part of the mean over the step's tokens: gradients are summed over ranks."""
         return loss * self.token_weight
 
-    def announce(self, loss: Tensor) -> Callable[[], Agreed]:
-        """Start the one collective of a step's verdict; it travels while backward runs."""
-        # On the device throughout: reading the loss here would hold up the launches of backward.
+    def announce(self, loss: Tensor) -> Callable[[], Tensor]:
+        """Start the one collective of a step's verdict; it travels while backward runs. The function gives it, as
+        `agreed` reads it, without waiting for it on the host of a card."""
         seen = loss.detach().to(torch.float64)
         finite = torch.isfinite(seen)
         vector = torch.zeros(self.size + 1, dtype=torch.float64, device=self._device)
         vector[self.rank] = (~finite).to(torch.float64)
-        vector[-1] = torch.where(finite, seen * self.token_weight, 0.0)
+        vector[-1] = (seen * self.token_weight).masked_fill_(~finite, 0.0)
         self._enter()
         work = dist.all_reduce(vector, group=self._group, async_op=True)
 
-        def result() -> Agreed:
+        def result() -> Tensor:
             assert work is not None
             work.wait()
-            return _agreed(vector.tolist())
+            return vector
 
         return result
 
@@ -170,6 +175,12 @@ class Ranks:
         assert self._sharing is not None
         self._enter()
         return self._sharing.all(updates)
+
+    def total(self, counts: Tensor) -> Tensor:
+        """Integers summed over the ranks, exactly, in place."""
+        self._enter()
+        dist.all_reduce(counts, group=self._group)
+        return counts
 
     def fingerprints(self, model: nn.Module) -> list[str]:
         """Every rank's fingerprint, in order of ranks."""
@@ -215,15 +226,17 @@ def abandon() -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256, in hex, of every parameter's bytes in order of names."""
-    digest = hashlib.sha256()
-    for _, parameter in sorted(model.named_parameters()):
-        data = parameter.detach().cpu().contiguous().reshape(-1)
+    """SHA-256, in hex, of the bytes of every parameter, then of every buffer that a checkpoint keeps, by name."""
+    digest, parameters = hashlib.sha256(), dict(model.named_parameters())
+    buffers = model.state_dict().keys() - parameters.keys()
+    kept = [(name, model.state_dict()[name]) for name in sorted(buffers)]
+    for _, tensor in (*sorted(parameters.items()), *(item for item in kept if isinstance(item[1], Tensor))):
+        data = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(data.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _agreed(slots: Sequence[float]) -> Agreed:
-    """From one flag a rank and the sum of the weighted losses."""
-    nonfinite = tuple(rank for rank, flag in enumerate(slots[:-1]) if flag)
-    return Agreed(float("nan") if nonfinite else slots[-1], nonfinite)
+def agreed(verdict: Sequence[float]) -> Agreed:
+    """From a step's verdict: one flag a rank, then the sum of the weighted losses."""
+    nonfinite = tuple(rank for rank, flag in enumerate(verdict[:-1]) if flag)
+    return Agreed(float("nan") if nonfinite else verdict[-1], nonfinite)

@@ -1,4 +1,8 @@
-"""The training loop: one path for one rank and for many. What differs between them stands behind `executor.fleet`."""
+"""The training loop: one path for one rank and for many. What differs between them stands behind `executor.fleet`.
+
+A step is launched whole before anything of it is read: whether it counts is decided on the device (``keep``), and where
+it does not its updates change nothing. So the host runs ahead of a card, and a launched step could be captured.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,12 @@ from torch import Tensor, nn
 
 from executor.build import Optimizers
 from executor.data import Reader
-from executor.fleet import Agreed, Fleet, Forward
+from executor.fleet import Fleet, Forward, agreed
 from executor.meter import Meter
+from executor.models.moe import balanced
 from executor.optim.muon import Muon
 from executor.optim.schedule import factor
+from executor.optim.tables import HostTables
 from executor.precision import compute_in
 from executor.reporter import Reporter
 from executor.slices import DataSlice, WorkSlice
@@ -28,13 +34,18 @@ class RunFailed(Exception):
 
 @dataclass
 class Progress:
-    """How far a run came, kept outside the loop so that a failed run is recorded too. Steps are counted when done."""
+    """How far a run came, kept outside the loop so that a failed run is recorded too. Steps are counted when done.
+
+    ``overflows`` of the ``skipped`` steps are those that only lowered ``loss_scale`` (None: losses are not scaled).
+    """
 
     steps: int = 0
     final_loss: float | None = None
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     compared: int = 0
     skipped: int = 0
+    overflows: int = 0
+    loss_scale: float | None = None
 
 
 @dataclass
@@ -50,6 +61,42 @@ class Training:
     reporter: Reporter
     dtype: str
     device: torch.device
+    _ahead: tuple[int, Tensor, Tensor] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._balanced = balanced(self.model)
+
+    def batch(self, data: DataSlice, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's windows of ``step``, on its device."""
+        if self._ahead is not None and self._ahead[0] == step:
+            return self._ahead[1:]
+        pair = self.reader.batch(step, data.global_batch, data.offset, data.batch, data.seq)
+        inputs, targets = (self._placed(part) for part in pair)
+        return inputs, targets
+
+    def _placed(self, part: Tensor) -> Tensor:
+        # From pinned memory, since a copy from any other holds the host up.
+        return part.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else part
+
+    def look_ahead(self, data: DataSlice, step: int) -> None:
+        """Have what the host keeps of the model ready for ``step``, where it keeps any."""
+        if isinstance(self.optimizers.tables, HostTables):
+            self._ahead = step, *self.batch(data, step)
+            self.optimizers.tables.prefetch(self._ahead[1])
+
+    def gradients(self) -> list[Tensor]:
+        """Every gradient of this rank, that of rows in host memory included."""
+        tables = self.optimizers.tables
+        leaves = tables.leaves() if isinstance(tables, HostTables) else []
+        return [p.grad for p in (*self.model.parameters(), *leaves) if p.grad is not None]
+
+    def balance(self, keep: Tensor) -> None:
+        """Move every mixture's balance by what the fleet counted in a step; not where ``keep`` is False."""
+        if self._balanced:
+            counts = torch.cat([mixture.counts for mixture in self._balanced]).mul_(keep)
+            parts = torch.split(self.fleet.total(counts), [len(mixture.counts) for mixture in self._balanced])
+            for mixture, part in zip(self._balanced, parts, strict=True):
+                mixture.balance_step(part)
 
 
 def train(
@@ -83,67 +130,109 @@ def _due(step: int, every: int) -> bool:
 
 def _step(parts: Training, work: WorkSlice, data: DataSlice, step: int, progress: Progress) -> float:
     """One step; gives the fleet's loss. Raises RunFailed."""
-    meter, fleet = parts.meter, parts.fleet
+    meter = parts.meter
     meter.begin(step)
-    inputs, targets = _batch(parts, data, step)
+    scale = factor(step, work.steps, work.config["warmup"], work.config["final_lr"])
+    told = launch(parts, work, data, step, scale)
+    meter.launched()
+    *verdict, norm, loss_scale = told.tolist()  # the one thing that a step reads
+    found = agreed(verdict)
+    kept = not found.nonfinite and math.isfinite(norm)
+    parts.optimizers.settle(kept)
+    scaled = parts.optimizers.scaler is not None
+    progress.loss_scale = loss_scale if scaled else None
+    if not kept:
+        meter.skipped()
+        overflow = scaled and not found.nonfinite
+        _skip(parts, work, step, progress, overflow, _not_finite(found.nonfinite, loss_scale if scaled else None))
+        return found.loss
+    meter.end(parts.fleet.owners_bytes())
+    parts.reporter.step(step, work.steps, found.loss, scale, meter.step_seconds(), data.global_tokens)
+    return found.loss
+
+
+def launch(parts: Training, work: WorkSlice, data: DataSlice, step: int, scale: float) -> Tensor:
+    """All of a step, read nowhere by the host. ``scale`` is the factor on the learning rates.
+
+    Returns:
+        [ranks + 3] float64 on the device: the fleet's verdict, the gradient's norm, the loss scale after the step.
+    """
+    fleet, scaler = parts.fleet, parts.optimizers.scaler
+    inputs, targets = parts.batch(data, step)
     fleet.begin()
     parts.model.zero_grad(set_to_none=False)
     with compute_in(parts.dtype, parts.device.type):
         loss = parts.forward(inputs, targets)
+    if step + 1 < work.steps:
+        parts.look_ahead(data, step + 1)
     verdict = fleet.announce(loss)
-    torch.autograd.backward(fleet.weighted(loss))
-    meter.backward_done()
-    agreed = verdict()
-    gradients = [p.grad for p in parts.model.parameters() if p.grad is not None]
+    weighted = fleet.weighted(loss)
+    torch.autograd.backward(weighted if scaler is None else weighted * scaler.scale)
+    parts.meter.backward_done()
+    told, gradients = verdict(), parts.gradients()
     norm = fleet.norm(gradients)
-    bad = _not_finite(agreed, norm)
-    if bad is not None:
-        meter.skipped()
-        if work.config["nonfinite"] == "stop":
-            raise RunFailed(f"{bad} at step {step + 1}")
-        progress.skipped += 1
-        parts.reporter.skipped(step, bad)
-        return agreed.loss
-    scale = factor(step, work.steps, work.config["warmup"], work.config["final_lr"])
-    _update(parts, work, norm, scale)
-    meter.end(fleet.owners_bytes())
-    parts.reporter.step(step, work.steps, agreed.loss, scale, meter.step_seconds(), data.global_tokens)
-    return agreed.loss
+    if scaler is not None:
+        norm = norm / scaler.scale
+    finite = (told[:-1] == 0).all()
+    keep = finite & torch.isfinite(norm)
+    _shrink(gradients, norm, work.config["clip"], None if scaler is None else scaler.scale)
+    _update(parts, work, scale, keep)
+    parts.balance(keep)
+    if scaler is not None:
+        scaler.update(finite & ~keep)
+    after = torch.ones_like(norm) if scaler is None else scaler.scale
+    return torch.cat([told, torch.stack([norm, after]).to(told.dtype)])
 
 
-def _batch(parts: Training, data: DataSlice, step: int) -> tuple[Tensor, Tensor]:
-    """This rank's windows of ``step``, on its device."""
-    inputs, targets = parts.reader.batch(step, data.global_batch, data.offset, data.batch, data.seq)
-    return inputs.to(parts.device), targets.to(parts.device)
+def _shrink(gradients: list[Tensor], norm: Tensor, limit: float, scale: Tensor | None) -> None:
+    """Divide ``gradients`` by the loss's scale, and clip them by their ``norm`` (of what they are without it).
+
+    The factor is that of torch.nn.utils.clip_grad_norm_, and the same bits on every rank. Raises nothing on the host.
+    """
+    factor = (limit / (norm + 1e-6)).clamp_(max=1.0) if limit else torch.ones_like(norm)
+    if limit or scale is not None:
+        torch._foreach_mul_(gradients, factor if scale is None else factor / scale)
 
 
-def _not_finite(agreed: Agreed, norm: Tensor) -> str | None:
-    """What was not finite, the same words on every rank; None when all was."""
-    if agreed.nonfinite:
-        return f"rank {_listed(agreed.nonfinite)}: loss is not finite"
-    if not math.isfinite(float(norm)):
+def _skip(parts: Training, work: WorkSlice, step: int, progress: Progress, overflow: bool, reason: str) -> None:
+    """Count a step that changed nothing. Raises RunFailed where the plan says stop, or no loss scale is left to try."""
+    exhausted = overflow and progress.loss_scale is not None and progress.loss_scale < 1
+    if exhausted or (not overflow and work.config["nonfinite"] == "stop"):
+        raise RunFailed(f"{reason} at step {step + 1}")
+    progress.skipped += 1
+    progress.overflows += overflow
+    parts.reporter.skipped(step, reason)
+
+
+def _not_finite(ranks: Sequence[int], loss_scale: float | None) -> str:
+    """What was not finite, the same words on every rank; ``loss_scale`` is the one after the step."""
+    if ranks:
+        return f"rank {_listed(ranks)}: loss is not finite"
+    if loss_scale is None:
         return "all ranks: the reduced gradient is not finite, though every rank's loss was"
-    return None
+    if loss_scale < 1:
+        return "all ranks: the gradient overflows fp16 even with no loss scale (--dtype fp32 has the range)"
+    return f"the gradient overflows at a loss scale of {2 * loss_scale:g}, which is now {loss_scale:g}"
 
 
-def _update(parts: Training, work: WorkSlice, norm: Tensor, scale: float) -> None:
-    """Clip, compute the owned updates, send them, apply all."""
-    config = work.config
-    if config["clip"]:
-        torch.nn.utils.clip_grads_with_norm_(parts.model.parameters(), config["clip"], norm)
-    if parts.optimizers.muon is not None:
-        _update_matrices(parts, parts.optimizers.muon, config["muon_lr"] * scale)
-    parts.optimizers.adamw.step(config["adamw_lr"] * scale)
+def _update(parts: Training, work: WorkSlice, scale: float, keep: Tensor) -> None:
+    """Compute the owned updates, send them, apply all."""
+    config, optimizers = work.config, parts.optimizers
+    if optimizers.muon is not None:
+        _update_matrices(parts, optimizers.muon, config["muon_lr"] * scale, keep)
+    optimizers.adamw.step(config["adamw_lr"] * scale, keep)
+    if optimizers.tables is not None:
+        optimizers.tables.step(config["adamw_lr"] * scale, keep)
 
 
-def _update_matrices(parts: Training, muon: Muon, lr: float) -> None:
+def _update_matrices(parts: Training, muon: Muon, lr: float, keep: Tensor) -> None:
     """Muon's half, in a scope of its own: what was received is free before AdamW makes its temporaries."""
-    updates = muon.updates()
+    updates = muon.updates(keep)
     if parts.fleet.size > 1:
         parts.meter.sending()
         updates = parts.fleet.share(updates)
         parts.meter.sent()
-    muon.apply(updates, lr)
+    muon.apply(updates, lr, keep)
 
 
 def _compare(parts: Training, step: int, progress: Progress) -> None:

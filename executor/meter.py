@@ -72,8 +72,11 @@ class Meter:
     def sent(self) -> None:
         self._moments.append(self.clock.now())
 
-    def end(self, owners_bytes: int | None) -> None:
+    def launched(self) -> None:
+        """All of the step is launched; what came of it is not read yet."""
         self._moments.append(self.clock.now())
+
+    def end(self, owners_bytes: int | None) -> None:
         self.clock.settle()
         self.probe.end()
         if self._step < self._first or self.probe.disturbs(self._step):

@@ -11,7 +11,8 @@ from schemas.form import Json
 
 @dataclass(frozen=True)
 class RankSlice:
-    """One rank: where it runs and what it computes with. ``entry`` is its place in the plan's ``ranks``."""
+    """One rank: where it runs and what it computes with. ``entry`` is its place in the plan's ``ranks``;
+    ``loss_scaling`` says whether any rank of the fleet computes in fp16, for then the loss of every rank is scaled."""
 
     rank: int
     size: int
@@ -22,6 +23,7 @@ class RankSlice:
     dtype: str
     kernels: Mapping[str, str]
     mechanisms: tuple[str, ...]
+    loss_scaling: bool
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def rank_slice(plan: Mapping[str, Json], rank: int) -> RankSlice:
         dtype=entry["dtype"]["chosen"],
         kernels={name: item["chosen"] for name, item in entry["kernels"].items()},
         mechanisms=(*entry["mechanisms"]["chosen"], *plan["fit"]["mechanisms"]["chosen"]),
+        loss_scaling=any(other["dtype"]["chosen"] == "fp16" for other in plan["ranks"]),
     )
 
 

@@ -1,12 +1,14 @@
 """The smoke launch: one discarded forward and backward, before anything counts.
 
 It proves that the planned kernels run and in which dtype, that loss and gradients are finite, and, under DDP, lets the
-final buckets be built. No state advances: windows are a function of the step, and gradients are zeroed.
+final buckets be built. No state advances: windows are a function of the step, gradients are zeroed, and buffers
+(counts, running means) are put back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
     registry.calls.clear()
     products, nonfinite, unused = Products(), list[str](), list[str]()
     try:
-        with products:
+        with _kept_buffers(model), products:
             with compute_in(dtype, inputs.device.type):
                 loss = model(inputs, targets)
             torch.autograd.backward(loss)
@@ -72,7 +74,18 @@ def build_buckets(
     forward: Callable[[Tensor, Tensor], Tensor], model: nn.Module, inputs: Tensor, targets: Tensor, dtype: str
 ) -> None:
     """One more, through DDP: it orders its buckets by the first backward that it sees."""
-    with compute_in(dtype, inputs.device.type):
-        loss = forward(inputs, targets)
-    torch.autograd.backward(loss)
+    with _kept_buffers(model):
+        with compute_in(dtype, inputs.device.type):
+            loss = forward(inputs, targets)
+        torch.autograd.backward(loss)
     model.zero_grad(set_to_none=False)
+
+
+@contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, old in before:
+            buffer.copy_(old)

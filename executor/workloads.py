@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
-from math import isfinite
+from math import frexp, isfinite
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ RUNTIME: tuple[Key, ...] = (
     Key("muon_lr", "float", 0.02, "peak learning rate of Muon", 0.0, 10.0),
     Key("adamw_lr", "float", 0.003, "peak learning rate of AdamW", 0.0, 10.0),
     Key("muon_momentum", "float", 0.95, "momentum of Muon", 0.0, 0.9999),
+    Key("adamw", "choice", "auto", "how AdamW is computed", choices=("auto", "fused", "ieee")),
     Key("weight_decay", "float", 0.01, "decoupled, on tensors of two dimensions or more", 0.0, 10.0),
     Key("ns_steps", "int", 5, "Newton-Schulz steps", 1, 20),
     Key("ns_dtype", "choice", "auto", "dtype of Newton-Schulz", choices=("auto", "fp32", "bf16")),
@@ -37,6 +38,8 @@ RUNTIME: tuple[Key, ...] = (
     Key("warmup", "int", 5, "steps of linear warm-up", 0, 10**9),
     Key("final_lr", "float", 0.1, "fraction of the peak at the last step, by linear decay", 0.0, 1.0),
     Key("nonfinite", "choice", "stop", "what a gradient that is not finite does", choices=("stop", "skip")),
+    Key("loss_scale", "float", 65536.0, "loss scale of fp16 at the start, a power of two", 1.0, 2.0**100),
+    Key("loss_scale_growth", "int", 2000, "steps without an overflow that double the loss scale", 1, 10**9),
     Key("fingerprint_every", "int", 1, "steps between comparisons of the ranks' weights; 0 is never", 0, 10**9),
     Key("eval_every", "int", 0, "steps between evaluations; 0 is only at the end", 0, 10**9),
     Key("eval_windows", "int", 16, "held-out windows an evaluation reads", 1, 10**6),
@@ -94,10 +97,12 @@ def is_ours(workload: Workload) -> bool:
 def build(workload: Workload, config: Mapping[str, Value], kernels: Mapping[str, str], label: str) -> nn.Module:
     """The module that ``workload`` builds; ``label`` begins the message of a BadWorkload."""
     with guarded(label, is_ours(workload)):
-        missing = [key.name for key in workload.keys if key.name not in {*config, *kernels}]
+        missing = [key.name for key in workload.keys if key.name not in {*config, *kernels, *workload.kernels}]
         if missing:
             raise BadWorkload(f"{label} asks for the key {', '.join(missing)}, which the plan does not hold: plan anew")
-        built = workload.build(config, kernels)
+        # A kernel that the plan chose no row of is not called under this configuration: any row stands for it.
+        idle = {kernel: rows[-1]["name"] for kernel, rows in workload.kernels.items()}
+        built = workload.build(config, {**idle, **kernels})
         if not isinstance(built, nn.Module):
             raise BadWorkload(f"{label}: gives a {type(built).__name__}; it must give a torch.nn.Module")
         if not any(parameter.requires_grad for parameter in built.parameters()):
@@ -163,6 +168,8 @@ def configure(workload: Workload, settings: Mapping[str, str]) -> dict[str, Conf
     rows: dict[str, ConfigRow] = {}
     for name, key in keys.items():
         asked = read(key, settings[name]) if name in settings else None
+        if name == "loss_scale" and asked is not None and frexp(float(asked))[0] != 0.5:
+            raise BadWorkload(f"loss_scale={settings[name]}: must be a power of two, so that scaling rounds nothing")
         why = f"--set {name}={settings[name]}" if asked is not None else key.why
         rows[name] = {"asked": asked, "chosen": key.default if asked is None else asked, "why": why}
     return rows

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from executor.optim.routing import split
 from planner.door import MechanismRow
 
 NAME = "muon_state_bf16"
@@ -24,6 +26,11 @@ ROW: MechanismRow = {
     "devices": ["cpu", "cuda"],
     "why": "momentum stored in bf16, advanced in fp32; relative error 2^-9 a step, which the mean forgets",
 }
+
+
+def offered(model: nn.Module, opt: str) -> bool:
+    """Whether a model has momentum that it makes smaller."""
+    return bool(split(model, opt).muon)
 
 
 def eligibility(facts: Mapping[str, Any]) -> tuple[bool, str]:

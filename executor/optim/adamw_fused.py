@@ -30,6 +30,8 @@ class FusedAdamW(Moments):
         Raises RuntimeError where a parameter has no gradient (naming it), before anything changes.
         """
         gradients = gradients_of(self.names, self.parameters, "parameter")
+        if not gradients:
+            return
         found = dropped(keep, self.counter).to(torch.float32)
         self.counter += 1.0 - found
         for decay in (self.weight_decay, 0.0):
