@@ -14,8 +14,8 @@ decayed S0 plus rank-one terms k_j u_j^T, the delta rule gives a unit lower tria
     (I + A) U = beta V - beta (k exp G) S0        A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd), j < i
     o_i = ((q_i exp G_i)^T S0 + sum_{j<=i} P_ij u_j) / sqrt(K)         P_ij = sum_d q_id k_jd exp(G_id - G_jd)
     S'  = Diag(exp G_C) S0 + sum_j (k_j exp(G_C - G_j)) u_j^T
-Every exponent is a sum of later decays, so never positive: no overflow however strong the decay. The differences are
-masked before exp, since above the diagonal they are positive. The system is solved, not inverted by powers of A.
+Every exponent is a sum of later decays, so never positive: no overflow however strong the decay. The system is solved,
+not inverted by powers of A.
 Eliminating U makes the chain over chunks one product each: S' = (Diag(exp G_C) - Kd^T W) S0 + Kd^T Y.
 """
 
@@ -113,33 +113,38 @@ def by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tenso
     number = q.shape[1]
 
     total = g.cumsum(-2)  # G [BH, N, C, K]
-    keys_decayed = _pairwise(k, total)  # k_j exp(G_i - G_j) for j <= i, else 0: [BH, N, C(i), C(j), K]
+    keys_decayed = _pairwise(k, g)  # k_j exp(G_i - G_j) for j <= i, else 0: [BH, N, C(i), C(j), K]
     left = torch.stack((k * b, q * keys**-0.5), -2)  # [BH, N, C, 2, K]
     system, attend = (left @ keys_decayed.mT).unbind(-2)  # beta_i A-row and P-row, both lower triangular with diagonal
     grown = total.exp()
     known = torch.cat((v, k * grown), -1) * b  # right-hand sides beta V and beta (k exp G)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     fresh, erase = torch.split(solved, [values, keys], -1)  # Y [.., C, V], W [.., C, K]
-    states = _states(k, total, fresh, erase)  # S0 of each chunk [BH, N, K, V]
+    states = _states(keys_decayed[..., -1, :, :], total, fresh, erase)  # S0 of each chunk [BH, N, K, V]
     u = fresh - erase @ states
     out: Tensor = (q * grown * keys**-0.5) @ states + attend @ u
     out = out.reshape(batch, heads, number * CHUNK, values).transpose(1, 2)
     return out[:, :length]
 
 
-def _pairwise(k: Tensor, total: Tensor) -> Tensor:
-    """k_j exp(G_i - G_j) where j <= i and 0 elsewhere, as [.., C(i), C(j), K]; no positive exponent reaches exp."""
-    upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=k.device).triu(1).unsqueeze(-1)  # [C(i), C(j), 1]
-    # Adding -G (small) rather than subtracting G (whose backward would negate the whole pairwise gradient).
-    exponent = total.unsqueeze(-2) + (-total).unsqueeze(-3)
-    return exponent.masked_fill(upper, float("-inf")).exp() * k.unsqueeze(-3)
+def _pairwise(k: Tensor, g: Tensor) -> Tensor:
+    """k_j exp(G_i - G_j) where j <= i and 0 elsewhere, as [.., C(i), C(j), K]; no positive exponent reaches exp.
+
+    G_i - G_j is summed from j + 1 on: under strong decay the difference of two long sums would have lost its digits.
+    """
+    ones = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=k.device)
+    now_or_later, later = ones.triu().unsqueeze(-1), ones.triu(1).unsqueeze(-1)  # [C(i), C(j), 1]
+    exponent = g.unsqueeze(-2).masked_fill(now_or_later, 0.0).cumsum(-3)
+    return exponent.masked_fill(later, float("-inf")).exp() * k.unsqueeze(-3)
 
 
-def _states(k: Tensor, total: Tensor, fresh: Tensor, erase: Tensor) -> Tensor:
-    """The state before each chunk, [BH, N, K, V]: one product a chunk, the only sequential part."""
-    last = total[..., -1:, :]
-    late = (k * (last - total).exp()).transpose(-1, -2)  # (k_j exp(G_C - G_j))^T [.., K, C]
-    carry = torch.diag_embed(last.squeeze(-2).exp()) - late @ erase  # [.., K, K]
+def _states(late: Tensor, total: Tensor, fresh: Tensor, erase: Tensor) -> Tensor:
+    """The state before each chunk, [BH, N, K, V]: one product a chunk, the only sequential part.
+
+    ``late`` is k_j exp(G_C - G_j), [.., C, K].
+    """
+    late = late.mT
+    carry = torch.diag_embed(total[..., -1, :].exp()) - late @ erase  # [.., K, K]
     write = late @ fresh  # [.., K, V]
     state = torch.zeros_like(write[:, 0])
     states = [state]
