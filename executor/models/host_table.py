@@ -70,12 +70,15 @@ class HostTable:
         self.weight, self._indices, self._lookups = weight, indices, lookups
         self._worker = ThreadPoolExecutor(1, "host-table")
         self._current: Window | None = None  # looked up by this step's forward
-        self._ahead: Window | None = None  # prepared for the next
+        self._ahead: list[Window] = []  # prepared for forwards to come, in their order
         self._applied: Future[None] | None = None
 
     def prefetch(self, inputs: Tensor) -> None:
-        """Begin to bring the rows for ``inputs`` [B, T], the very tensor that the next forward will be called with."""
-        self._ahead = self._open(inputs)
+        """Begin to bring the rows for ``inputs`` [B, T], the very tensor that a forward to come will be called with.
+
+        It may be called before this step's forward or after it; two are kept.
+        """
+        self._ahead = [*self._ahead[-1:], self._open(inputs)]
 
     def take(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Rows [n, E] and slots [B, T, S] on the device of ``inputs``; in grad mode the rows are a leaf.
@@ -85,13 +88,14 @@ class HostTable:
         """
         if not torch.is_grad_enabled():
             return self._arrived(self._open(inputs))
-        window = next((known for known in (self._current, self._ahead) if _is_for(known, inputs)), None)
-        if window is None:
-            window = self._open(inputs)
-        elif window is self._ahead:
-            self._ahead = None
-        self._current = window
-        rows, slots = self._arrived(window)
+        if not _is_for(self._current, inputs):
+            self._current = next((window for window in self._ahead if _is_for(window, inputs)), None)
+            if self._current is None:
+                self._current = self._open(inputs)
+            else:
+                self._ahead = self._ahead[self._ahead.index(self._current) + 1 :]
+        assert self._current is not None
+        rows, slots = self._arrived(self._current)
         return rows.requires_grad_(), slots
 
     def leaf(self) -> Tensor:
@@ -109,8 +113,8 @@ class HostTable:
         kept = None if keep is None else _to_host(keep.clone())
         self._applied = self._worker.submit(_apply, update, distinct, arriving, kept)
         self._current = None
-        if self._ahead is not None:
-            self._ahead.sent = self._worker.submit(self._send, self._ahead)
+        for ahead in self._ahead:
+            ahead.sent = self._worker.submit(self._send, ahead)
 
     def settle(self) -> None:
         """Wait until every update is done. Raises what one of them raised."""
