@@ -1,9 +1,9 @@
-"""``python -m executor.tune``: tune FLA's kernels for this card once, and keep what came of it.
+"""``python -m executor.tune``: tune FLA's kernels for this card once, time the grouped product, and keep both.
 
-    python -m executor.tune --heads 12,16,32 --head-size 64 --dtypes bf16,fp16 [--out DIR]
+    python -m executor.tune --models small,medium,b1 [--set KEY=VALUE ...] [--dtypes bf16,fp16] [--out DIR]
 
 Nearly all of the time is compiling, so workers first compile every configuration into one Triton cache, each its share
-and all at once; then one process alone times them. Without that the shapes of the presets take ten minutes or more.
+and all at once; then one process alone times them. One process would take over three minutes for each shape and dtype.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from executor.kernels import tuned
+from planner.door import BadWorkload, Shaped, Tuned
 
 SEQUENCES, LENGTH = 8, 512  # of the problem that is timed; the presets' own
+
+Shapes = list[tuple[int, int]]  # (channels a head, heads)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,37 +40,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("dormouse: tuning needs a CUDA card, and this process sees none", file=sys.stderr)
         return 2
-    triton, fla = tuned.toolchain()
-    index: tuned.Index = {
-        "card": torch.cuda.get_device_name(0), "triton": triton, "fla": fla, "head": options.head_size,
-        "heads": options.heads, "dtypes": options.dtypes,
-    }  # fmt: skip
+    try:
+        called = [_kernel_shapes(model, options.set) for model in options.models]
+    except BadWorkload as error:
+        print(f"dormouse: {error}", file=sys.stderr)
+        return 2
+    options.shapes = sorted({(one["kda"]["head"], one["kda"]["heads"]) for one in called if "kda" in one})
+    card = torch.cuda.get_device_name(0)
+    folder = Path(options.out or tuned.user_folder()) / tuned.folder_name(card)
     with tempfile.TemporaryDirectory() as cache:
-        start = time.monotonic()
-        _in_workers(options, cache)
-        compiled = time.monotonic()
-        os.environ.update(_environment(cache))
-        _time_briefly()
-        _visit(options)
-        print(f"compiled in {compiled - start:.0f} s, timed in {time.monotonic() - compiled:.0f} s", file=sys.stderr)
-    folder = Path(options.out or tuned.user_folder()) / tuned.folder_name(index)
-    print(f"{_write(folder, index)} kernels kept in {folder}")
+        _tune(options, cache, card, folder)
+    _time_grouped([one["grouped"] for one in called if "grouped" in one], options.dtypes, card, folder)
+    print(f"kept in {folder}")
     return 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m executor.tune", description=__doc__.splitlines()[0])
-    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    parser.add_argument("--heads", type=numbers, default=[12, 16, 32], help="numbers of heads, separated by commas")
-    parser.add_argument("--head-size", type=int, default=64, help="channels a head")
-    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["bf16", "fp16"], help="bf16,fp16")
+    words = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--models", type=words, default=["small", "medium", "b1"], help="whose shapes to tune for")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the models' configuration")
+    parser.add_argument("--dtypes", type=words, default=["bf16", "fp16"], help="bf16,fp16")
     parser.add_argument("--out", help="the folder to keep it in; otherwise the user's own")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--shapes", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not set(options.dtypes) <= {"bf16", "fp16"}:
         parser.error("--dtypes takes bf16 and fp16: the kernels' operands are 16 bits wide")
+    if not all("=" in item for item in options.set):
+        parser.error("--set takes KEY=VALUE")
     return options
+
+
+def _kernel_shapes(model: str, settings: Sequence[str]) -> Mapping[str, Mapping[str, int]]:
+    """The shapes that a model calls its kernels with. Raises BadWorkload."""
+    from executor.workloads import configure, resolve, values
+
+    workload = resolve(model)
+    if not isinstance(workload, Shaped):
+        raise BadWorkload(f"--models {model}: does not say with which shapes it calls its kernels")
+    chosen = values(configure(workload, dict(item.split("=", 1) for item in settings)))
+    return workload.kernel_shapes(chosen)
+
+
+def _tune(options: argparse.Namespace, cache: str, card: str, folder: Path) -> None:
+    """Compile in workers, time alone, and write one folder for each head size."""
+    start = time.monotonic()
+    _in_workers(options, cache)
+    compiled = time.monotonic()
+    os.environ.update(_environment(cache))
+    _time_briefly()
+    triton, fla = tuned.toolchain()
+    for head in sorted({head for head, _ in options.shapes}):
+        heads = [number for size, number in options.shapes if size == head]
+        _visit([(head, number) for number in heads], options.dtypes)
+        index: Tuned = {"card": card, "triton": triton, "fla": fla, "head": head, "heads": heads,
+                        "dtypes": options.dtypes}  # fmt: skip
+        _write(folder / f"head-{head}", index)
+    seconds = (compiled - start, time.monotonic() - compiled)
+    print("FLA: compiled in {:.0f} s, timed in {:.0f} s".format(*seconds), file=sys.stderr)
 
 
 def _environment(cache: str) -> dict[str, str]:
@@ -76,9 +109,8 @@ def _environment(cache: str) -> dict[str, str]:
 
 
 def _in_workers(options: argparse.Namespace, cache: str) -> None:
-    given = ["--heads", ",".join(map(str, options.heads)), "--head-size", str(options.head_size)]
-    given += ["--dtypes", ",".join(options.dtypes), "--workers", str(options.workers)]
-    command = [sys.executable, "-m", "executor.tune", *given, "--worker"]
+    given = ["--dtypes", ",".join(options.dtypes), "--workers", str(options.workers)]
+    command = [sys.executable, "-m", "executor.tune", "--shapes", json.dumps(options.shapes), *given, "--worker"]
     environment = {**os.environ, **_environment(cache), "OMP_NUM_THREADS": "1"}
     workers = [subprocess.Popen([*command, str(n)], env=environment) for n in range(options.workers)]
     failed = [n for n, worker in enumerate(workers) if worker.wait() != 0]
@@ -98,7 +130,7 @@ def _compile_share(options: argparse.Namespace) -> None:
 
     Autotuner._bench = compile_only
     Autotuner.do_bench = property(lambda self: _once)
-    _visit(options)
+    _visit(options.shapes, options.dtypes)
 
 
 def _time_briefly() -> None:
@@ -117,44 +149,60 @@ def _once(call: Any, quantiles: Any) -> list[float]:
     return [0.0] * len(quantiles)
 
 
-def _visit(options: argparse.Namespace) -> None:
+def _visit(shapes: Shapes, dtypes: Sequence[str]) -> None:
     """Run forward and backward at every shape and dtype: what has no configuration yet is tuned by the way."""
     import torch
 
     from executor.kernels.kda_fla import chunk
     from executor.precision import DTYPES
 
-    for heads in options.heads:
-        for dtype in options.dtypes:
-            shape = (SEQUENCES, LENGTH, heads, options.head_size)
-            sizes = (shape, shape, shape, shape, shape[:3])
+    for head, heads in shapes:
+        for dtype in dtypes:
+            wide = (SEQUENCES, LENGTH, heads, head)
+            sizes = (wide, wide, wide, wide, wide[:3])
             made = (torch.randn(size, device="cuda").to(DTYPES[dtype]).requires_grad_() for size in sizes)
             q, k, v, decay, beta = made
-            rate = torch.zeros(heads, device="cuda", requires_grad=True)
-            bias = torch.zeros(heads * options.head_size, device="cuda", requires_grad=True)
+            rate, bias = (torch.zeros(size, device="cuda", requires_grad=True) for size in (heads, heads * head))
             torch.autograd.backward(chunk(q, k, v, decay, beta, rate, bias).float().square().mean())
             torch.cuda.synchronize()
 
 
-def _write(folder: Path, index: tuned.Index) -> int:
-    """One file a kernel, in the form that FLA reads. Gives their number."""
+def _write(folder: Path, index: Tuned) -> None:
+    """One file a kernel, in the form that FLA reads, and the index; of this head size alone."""
     from fla.ops.utils.cache import AutotuneKey, CachedAutotuner
 
     files: dict[str, dict[str, Any]] = {}
-    for tuner in (item for item in gc.get_objects() if isinstance(item, CachedAutotuner) and item.cache):
-        file = files.setdefault(
-            tuner.kernel_name,
-            {"kernel_name": tuner.kernel_name, "triton_version": index["triton"], "autotune_entries": {}},
-        )
+    for tuner in (item for item in gc.get_objects() if type(item) is CachedAutotuner and item.cache):
+        empty = {"kernel_name": tuner.kernel_name, "triton_version": index["triton"], "autotune_entries": {}}
+        file = files.setdefault(tuner.kernel_name, empty)
         for key, config in tuner.cache.items():
             row = {name: getattr(config, name) for name in ("kwargs", "num_warps", "num_stages", "num_ctas", "maxnreg")}
             entry = {"autotune_key": AutotuneKey.normalize_autotune_key(key), "config": row}
             file["autotune_entries"][AutotuneKey.key_hash(key)] = entry
             file.setdefault("default_config", row)
-    folder.mkdir(parents=True, exist_ok=True)
+        tuner.cache.clear()
     for name, file in {**files, "index": dict(index)}.items():
-        (folder / f"{name}.json").write_text(json.dumps(file, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    return len(files)
+        _dump(folder / f"{name}.json", file)
+
+
+def _time_grouped(shapes: Sequence[Mapping[str, int]], dtypes: Sequence[str], card: str, folder: Path) -> None:
+    from executor.kernels.timing import grouped_seconds
+
+    versions = {package: version(package) for package in ("torch", "triton")}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for shape in shapes:
+        for dtype in dtypes:
+            for choice, seconds in grouped_seconds(shape, SEQUENCES, LENGTH, dtype).items():
+                where = {"card": card, "toolchain": versions, "shape": {**shape, "batch": SEQUENCES, "seq": LENGTH}}
+                rows.setdefault(choice, []).append({**where, "dtype": dtype, "seconds": float(f"{seconds:.6g}")})
+                print(f"grouped {dict(shape)} {dtype} {choice}: {seconds * 1e3:.3f} ms", file=sys.stderr)
+    if rows:
+        _dump(folder / "grouped.json", rows)
+
+
+def _dump(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The tuned configurations that are kept of FLA's kernels: found by card, toolchain and head size.
+"""What is kept of real cards: tuned configurations of FLA's kernels, and timings of the grouped product's choices.
 
-Tuning takes minutes for each number of heads and dtype. What came of it is a folder of small JSON files that FLA reads
-itself (FLA_CONFIG_DIR), with an ``index.json`` that says what it was tuned for; ``python -m executor.tune`` makes one.
-Folders of the user come before those kept with Dormouse.
+Tuning FLA takes minutes for each number of heads and dtype. What came of it is a folder of small JSON files that FLA
+reads itself (FLA_CONFIG_DIR), with an ``index.json`` that says what it was tuned for. ``python -m executor.tune`` makes
+one, and times the grouped product beside it. Folders of the user come before those kept with Dormouse.
 """
 
 from __future__ import annotations
@@ -13,23 +13,14 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal
 
 from platformdirs import user_data_path
 
+from planner.door import Timed, Tuned
+
 HERE = Path(__file__).parent / "tuned_configs"
 Match = Literal["exact", "near", "none"]
-
-
-class Index(TypedDict):
-    """What a folder was tuned for: one card, one toolchain, one head size in channels."""
-
-    card: str
-    triton: str
-    fla: str
-    head: int
-    heads: list[int]
-    dtypes: list[str]
 
 
 def user_folder() -> Path:
@@ -37,17 +28,23 @@ def user_folder() -> Path:
     return Path(user_data_path("dormouse")) / "tuned"
 
 
-def folder_name(index: Index) -> str:
-    """CARD/triton-V-fla-V/head-K."""
-    card = re.sub(r"[^0-9A-Za-z]+", "_", index["card"]).strip("_")
-    return f"{card}/triton-{index['triton']}-fla-{index['fla']}/head-{index['head']}"
+def folder_name(card: str) -> str:
+    """CARD/triton-V-fla-V, of this process's toolchain. In it, head-K folders and grouped.json."""
+    triton, fla = toolchain()
+    return f"{re.sub(r'[^0-9A-Za-z]+', '_', card).strip('_')}/triton-{triton}-fla-{fla}"
 
 
-def kept() -> Iterator[tuple[Path, Index]]:
-    """Every folder kept, the user's first."""
+def kept() -> Iterator[tuple[Path, Tuned]]:
+    """Every folder of tuned configurations, the user's first."""
     for root in (user_folder(), HERE):
         for path in sorted(root.glob("*/*/head-*/index.json")):
             yield path.parent, json.loads(path.read_text())
+
+
+def timings(choice: str) -> list[Timed]:
+    """What is kept of one choice of the grouped product, the user's first."""
+    paths = [path for root in (user_folder(), HERE) for path in sorted(root.glob("*/*/grouped.json"))]
+    return [row for path in paths for row in json.loads(path.read_text()).get(choice, [])]
 
 
 def toolchain() -> tuple[str, str]:

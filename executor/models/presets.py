@@ -54,6 +54,16 @@ class KdaWorkload:
         """Kernel requirements in order of preference."""
         return {"kda": kda_kernels.ROWS, "grouped": grouped_kernels.ROWS}
 
+    def kernel_shapes(self, config: Mapping[str, Value]) -> Mapping[str, Mapping[str, int]]:
+        """The shapes that the kernels are called with; a kernel that the configuration does not call is left out."""
+        shape, called = _shape(config), {}
+        if shape.recurrent:
+            called["kda"] = {"heads": shape.heads, "head": shape.width // shape.heads}
+        if shape.experts and not shape.capacity:
+            sizes = {"width": shape.width, "hidden": shape.expert_ffn}
+            called["grouped"] = {"experts": shape.experts, "topk": shape.topk, **sizes}
+        return called
+
     def build(self, config: Mapping[str, Value], kernels: Mapping[str, str]) -> nn.Module:
         """The model for resolved keys; ``kernels`` names the rows that must run. Raises BadWorkload."""
         shape = _shape(config)
