@@ -184,10 +184,13 @@ class Reader:
         return self._read([self.window(slot) for slot in range(first, first + count)], seq)
 
     def held_out(self, windows: int, seq: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [windows, seq], spread evenly over the held-out parts in the mixture's proportion.
+        """Inputs and targets, int64 [windows, seq], of the held-out windows: the same bytes at every call and for every
+        seed."""
+        return self._read(self.held_out_places(windows, seq), seq)
 
-        The same bytes at every call and for every seed.
-        """
+    def held_out_places(self, windows: int, seq: int) -> list[tuple[int, int]]:
+        """(source, first byte) of each held-out window: spread evenly over the held-out parts in the mixture's
+        proportion."""
         wanted = [self._order[i % len(self._order)] for i in range(windows)]
         totals, seen = [wanted.count(i) for i in range(len(self.corpora))], [0] * len(self.corpora)
         places = []
@@ -198,7 +201,7 @@ class Reader:
                 raise BadData(f"data {corpus.name}: the held-out part holds no window of {seq + 1} bytes")
             places.append((source, corpus.split + room * seen[source] // max(1, totals[source] - 1)))
             seen[source] += 1
-        return self._read(places, seq)
+        return places
 
     def _read(self, places: Sequence[tuple[int, int]], seq: int) -> tuple[Tensor, Tensor]:
         rows = np.stack([self.corpora[source].data[start : start + seq + 1] for source, start in places])
