@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from executor.mechanisms import muon_state_bf16, recompute
+from executor.mechanisms import act_ckpt, moe_offload, muon_state_bf16, recompute
 from executor.models.presets import TINY
 from executor.workloads import configure, values
 
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    made: nn.Module = TINY.build(values(configure(TINY, {"layers": "2"})), {"kda": "chunk_torch"})
+    made: nn.Module = TINY.build(
+        values(configure(TINY, {"layers": "2"})), {"kda": "chunk_torch", "grouped": "grouped_loop"}
+    )
     return made
 
 
@@ -45,7 +47,26 @@ def test_recomputation_runs_each_block_twice() -> None:
     assert len(runs) == 2
 
 
+def test_a_block_that_takes_keywords_is_recomputed_with_them() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    each = nn.Sequential(nn.ModuleList([Scaled(3, 3)]))
+    recompute.apply(each)
+    x = torch.randn(2, 3, requires_grad=True)
+    each[0][0](x, scale=3.0).sum().backward()
+    assert torch.allclose(x.grad, 3 * each[0][0].weight.sum(0).expand(2, 3))
+
+
+def test_recomputation_leaves_nothing_for_the_mechanisms_that_it_excludes() -> None:
+    assert {moe_offload.NAME, act_ckpt.NAME} == set(recompute.ROW["excludes"])
+    assert all(recompute.NAME in other.ROW["excludes"] for other in (moe_offload, act_ckpt))
+
+
 def test_a_model_without_blocks_cannot_be_recomputed() -> None:
+    assert recompute.offered(model(), "muon")
+    assert not recompute.offered(nn.Linear(2, 2), "muon")
     with pytest.raises(ValueError, match="has none"):
         recompute.apply(nn.Linear(2, 2))
 
@@ -55,6 +76,10 @@ def test_a_model_without_blocks_cannot_be_recomputed() -> None:
     [
         (recompute, {"device": "cpu"}, True, "needs nothing"),
         (recompute, {"device": "mps"}, False, "offered on cpu and cuda; this rank is mps"),
+        (act_ckpt, {"device": "cpu"}, True, "needs nothing"),
+        (act_ckpt, {"device": "mps"}, False, "offered on cpu and cuda; this rank is mps"),
+        (moe_offload, {"device": "cuda"}, True, "pinned host memory"),
+        (moe_offload, {"device": "cpu"}, False, "offered on cuda; what a rank on cpu saves is in host memory already"),
         (muon_state_bf16, {"device": "cuda", "opt": "muon"}, True, "storage only"),
         (muon_state_bf16, {"device": "cuda", "opt": "adamw"}, False, "no Muon momentum under --opt adamw"),
     ],

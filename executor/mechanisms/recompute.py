@@ -25,6 +25,7 @@ ROW: MechanismRow = {
     "scope": SCOPE,
     "exact": EXACT,
     "variant": "recompute",
+    "excludes": ["moe_offload", "act_ckpt"],
     "devices": ["cpu", "cuda"],
     "why": "each block keeps its input only and runs its forward twice; gradients are bit-equal",
 }
@@ -41,6 +42,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
             else:
                 pending.append(child)
     return found
+
+
+def offered(model: nn.Module, opt: str) -> bool:
+    """Whether the model has repeated blocks."""
+    return bool(blocks(model))
 
 
 def eligibility(facts: Mapping[str, Any]) -> tuple[bool, str]:
@@ -64,8 +70,8 @@ def _recomputed(block: nn.Module) -> Any:
     original = block.forward
 
     @wraps(original)
-    def forward(*args: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         # No random numbers inside a block, so the generator's state need not be kept.
-        return _checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False)
+        return _checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return forward
