@@ -87,11 +87,12 @@ def _train(
     from executor.run import Places, execute
     from planner.refusals.rules import Refused
 
-    seen: dict[str, Any] = {"losses": [], "fingerprints": [], "weights": None, "gradients": None}
+    seen: dict[str, Any] = {"losses": [], "fingerprints": [], "weights": None, "gradients": None, "buffers": []}
 
     def observe(step: int, loss: float, model: Any) -> None:
         seen["losses"].append(loss)
         seen["fingerprints"].append(fingerprint(model))
+        seen["buffers"].append({n: b.numpy().copy() for n, b in model.named_buffers()})
         if step == 0:
             seen["weights"] = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
             seen["gradients"] = {n: p.grad.double().numpy().copy() for n, p in model.named_parameters()}

@@ -25,6 +25,7 @@ LOSS_BOUND = 1e-3
 ONE_STEP_BOUND = 1e-6
 GRADIENT_BOUND = 2e-5
 SHAPES = {"unequal": ((4, 32), (2, 32)), "lengths": ((2, 48), (3, 16))}  # (sequences, length) of each rank
+MODELS = {"mixture": {"model": "mixture:Mixture"}}
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def fleet_plan(folder: Path, kind: str) -> dict[str, Any]:
     """Two ranks: "equal", 3 and 3 sequences; "unchecked", that without fingerprints; "unequal", 4 and 2, and
-    "lengths", 2 of 48 and 3 of 16, both without clipping; "unlike", 3 and 3 with bf16 Newton-Schulz."""
+    "lengths", 2 of 48 and 3 of 16, both without clipping; "unlike", 3 and 3 with bf16 Newton-Schulz; "mixture", 3 and 3
+    of a model with balanced experts and a table, and "mixture unchecked"."""
     data = plans.corpus(folder)
-    settings: dict[str, Any] = {"unlike": {"ns_dtype": "bf16"}, "unchecked": {"fingerprint_every": 0}}.get(kind, {})
-    sizes: dict[str, Any] = {"batch": 3}
+    settings: dict[str, Any] = {"unlike": {"ns_dtype": "bf16"}}.get(kind, {})
+    if kind.endswith("unchecked"):
+        settings = {"fingerprint_every": 0}
+    sizes: dict[str, Any] = {"batch": 3} | MODELS.get(kind.split()[0], {})
     if kind in SHAPES:
         sizes = {"batch": None, "seq": None, "capacity": [list(shape) for shape in SHAPES[kind]]}
         settings = {"clip": 0}
@@ -50,7 +54,7 @@ def fleet_plan(folder: Path, kind: str) -> dict[str, Any]:
 def alone(folder: Path, kind: str) -> Any:
     """The same work in one process, with the summed batch."""
     settings = {"clip": 0} if kind == "unequal" else {}
-    made = plans.plan(plans.corpus(folder), 1, settings, steps=STEPS, batch=6)
+    made = plans.plan(plans.corpus(folder), 1, settings, steps=STEPS, batch=6, **MODELS.get(kind.split()[0], {}))
     return ranks.run(made, plans.corpus(folder), folder / "alone", on=(0,))[0]
 
 
@@ -94,6 +98,17 @@ def gradient_gate(results: Any, folder: Path, kind: str = "unequal") -> float:
     return worst
 
 
+def balance_gate(results: Any, one: Any) -> int:
+    """The experts' balances after each step, on both ranks bit for bit those of one process; how many there were."""
+    assert len(results[0]["buffers"]) == len(one["buffers"]) == STEPS, results[0]["reason"]
+    names = [name for name in one["buffers"][0] if name.endswith("bias")]
+    for result in results:
+        for found, right in zip(result["buffers"], one["buffers"], strict=True):
+            assert all(np.array_equal(found[name], right[name]) for name in names)
+            assert not any(found[name.replace("bias", "counts")].any() for name in names)
+    return len({one["buffers"][step][name].tobytes() for step in range(STEPS) for name in names})
+
+
 def _by_hand(plan: dict[str, Any], data: Path, shapes: tuple[tuple[int, int], ...]) -> dict[str, Any]:
     total: dict[str, Any] = {}
     offset, tokens = 0, sum(batch * length for batch, length in shapes)
@@ -134,6 +149,14 @@ def test_both_ranks_hold_the_same_weights_after_every_step(folder: Path) -> None
     assert identity_gate(together(folder, "equal")) == STEPS
 
 
+def test_experts_their_balance_and_a_table_train_on_two_ranks_as_in_one_process(folder: Path) -> None:
+    results, one = together(folder, "mixture"), alone(folder, "mixture")
+    assert losses_gate(results, one) <= LOSS_BOUND
+    assert one_step_gate(results, one) <= ONE_STEP_BOUND
+    assert identity_gate(results) == STEPS
+    assert balance_gate(results, one) > STEPS
+
+
 def test_a_rank_with_other_products_holds_the_same_weights(folder: Path) -> None:
     assert identity_gate(together(folder, "unlike")) == STEPS
 
@@ -162,6 +185,7 @@ def test_a_gate_turns_red_with_its_fault(folder: Path, case: dict[str, Any]) -> 
         "one step": lambda: one_step_gate(results, alone(folder, kind)),
         "gradient": lambda: gradient_gate(results, folder),
         "identity": lambda: identity_gate(results),
+        "balance": lambda: balance_gate(results, alone(folder, kind.split()[0])),
     }
     with pytest.raises(AssertionError):
         gates[case["gate"]]()
