@@ -312,11 +312,38 @@ def test_rows_that_were_prefetched_are_looked_up_once(when: str, monkeypatch: py
     assert sorted(map(id, opened)) == sorted(id(inputs) for inputs, _ in data)
 
 
+def test_a_step_sends_the_next_rows_and_ends_its_own() -> None:
+    there, data = model("cpu", hosted=True), batches(2, "cpu")
+    host = there.blocks[0].engram.host
+    own = HostTables([("table", host)])
+    there(*data[0]).backward()
+    own.prefetch(data[1][0])
+    own.step(0.1)
+    (ahead,) = host._ahead
+    assert ahead.sent is not None and ahead.sent.result() is None
+    distinct, _ = ahead.prepared.result()
+    assert torch.equal(ahead.rows[: len(distinct)], host.weight[distinct])
+    with pytest.raises(RuntimeError, match="no forward has looked up rows"):
+        own.leaves()
+
+
+def test_an_evaluation_leaves_the_rows_of_a_step_alone() -> None:
+    there, data = model("cpu", hosted=True), batches(2, "cpu")
+    host = there.blocks[0].engram.host
+    there(*data[0])
+    host.prefetch(data[1][0])
+    before = host.leaf(), host._ahead
+    with torch.no_grad():
+        there(*data[1])
+    assert (host.leaf(), host._ahead) == before
+
+
 def test_inputs_refilled_in_place_are_looked_up_anew() -> None:
     here, there = model("cpu"), model("cpu", hosted=True)
     data = batches(2, "cpu")
     inputs = data[0][0].clone()
     there.blocks[0].engram.host.prefetch(inputs)
+    there.blocks[0].engram.host._ahead[0].prepared.result()
     inputs.copy_(data[1][0])
     assert torch.equal(there(inputs, data[1][1]), here(*data[1]))
 
@@ -326,7 +353,9 @@ def test_a_discarded_backward_leaves_no_gradient_behind() -> None:
     gradients = []
     for _ in range(2):
         there(inputs, targets).backward()
-        gradients.append(there.blocks[0].engram.host.leaf().grad)
+        gradient = there.blocks[0].engram.host.leaf().grad
+        assert gradient is not None
+        gradients.append(gradient.clone())
     assert torch.equal(*gradients)
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from executor.models.cast import compute
 from executor.models.host_table import HostTable
 
 ORDERS = (2, 3, 4)
@@ -83,7 +84,7 @@ class Engram(nn.Module):
 
     def forward(self, x: Tensor, inputs: Tensor) -> Tensor:
         rows, slots = (self.table, self.indices(inputs)) if self.host is None else self.host.take(inputs)
-        found = _compute(F.embedding(slots, rows).flatten(-2))
+        found = compute(F.embedding(slots, rows).flatten(-2))
         key, value = self.key(found), self.value(found)
         with torch.autocast(x.device.type, enabled=False):
             fit = (self.stream_norm(x) * self.key_norm(key.to(x.dtype))).sum(-1, keepdim=True)
@@ -152,9 +153,3 @@ _MIXER = _signed(0xBF58476D1CE4E5B9)
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """int64 shifted right as 64 bits without a sign."""
     return (x >> bits) & (_MASK >> bits)
-
-
-def _compute(x: Tensor) -> Tensor:
-    """x in the autocast dtype, cast once for both products that read it."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
