@@ -110,6 +110,8 @@ def train(
     Raises:
         RunFailed: on every rank, where a step was not finite (and the plan says stop), or ranks' weights differ.
     """
+    if parts.optimizers.scaler is not None:
+        parts.reporter.say(f"a rank computes in fp16: losses are scaled, at first by {work.config['loss_scale']:g}")
     for step in range(work.steps):
         loss = _step(parts, work, data, step, progress)
         last = step == work.steps - 1
@@ -121,6 +123,8 @@ def train(
             observe(step, loss, parts.model)
         if last or _due(step, work.config["eval_every"]):
             _evaluate(parts, work, data, step, progress)
+    if progress.loss_scale is not None:
+        parts.reporter.say(f"the loss scale is {progress.loss_scale:g}; {progress.overflows} steps overflowed")
 
 
 def _due(step: int, every: int) -> bool:

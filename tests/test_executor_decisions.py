@@ -28,6 +28,8 @@ ELSEWHERE = {
     "/workload/config/ffn": "below",
     "/workload/config/conv": "below",
     "/workload/config/nonfinite": "test_executor_gates.py",
+    "/workload/config/loss_scale": "test_executor_scaling.py",
+    "/workload/config/loss_scale_growth": "test_executor_scaling.py",
 }
 
 

@@ -150,6 +150,19 @@ def test_a_stack_of_matrices_is_updated_as_its_matrices_one_by_one() -> None:
     assert torch.equal(stack, torch.stack([p for _, p in single]))
 
 
+def test_stacks_of_any_size_give_the_same_updates_and_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, split = matrices(), matrices()
+    a = Muon(whole, [0] * 5, 0)
+    monkeypatch.setattr("executor.optim.muon.STACK_BYTES", 48 * 32 * 4)
+    b = Muon(split, [0] * 5, 0)
+    assert (len(a._groups), len(b._groups)) == (4, 5)
+    run(whole, a, 3)
+    run(split, b, 3)
+    assert a.state_dict().keys() == b.state_dict().keys()
+    for (_, p), (_, q) in zip(whole, split, strict=True):
+        assert float((p - q).detach().norm() / p.detach().norm()) < 1e-6
+
+
 def test_momentum_in_bf16_halves_its_bytes_and_stays_within_its_rounding() -> None:
     exact, rounded = matrices(), matrices()
     options: dict[str, torch.dtype] = {}

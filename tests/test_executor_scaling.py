@@ -47,6 +47,9 @@ class Told(Mute):
         self.losses: list[float] = []
         self.reasons: list[str] = []
 
+    def say(self, text: str) -> None:
+        self.reasons.append(text)
+
     def step(self, step: int, steps: int, loss: float, factor: float, seconds: float, tokens: int) -> None:
         self.losses.append(loss)
 
@@ -161,10 +164,10 @@ def test_scaling_changes_no_bit_of_an_fp32_run(device: str) -> None:
 def test_an_fp16_run_follows_the_fp32_one(device: str) -> None:
     exact, work, data = training(device, steps=8)
     train(exact, work, data, Progress())
-    half, work, data = training(device, "fp16", steps=8)
+    half, work, data = training(device, "fp16", steps=8, loss_scale=1024.0, loss_scale_growth=4)
     progress = Progress()
     train(half, work, data, progress)
-    assert progress.skipped == progress.overflows == 0
+    assert (progress.skipped, progress.overflows, progress.loss_scale) == (0, 0, 4096)
     worst = max(abs(a - b) for a, b in zip(exact.reporter.losses, half.reporter.losses, strict=True))  # type: ignore[attr-defined]
     assert 0 < worst < 5e-3, worst
 
@@ -196,7 +199,9 @@ def test_an_overflow_changes_the_scale_alone_and_ends_no_run(answer: str) -> Non
     assert 0 < progress.overflows < 12
     assert len(set(seen)) == 1 + 12 - progress.overflows
     assert progress.loss_scale == 2.0 ** (21 - progress.overflows)
-    reasons = parts.reporter.reasons  # type: ignore[attr-defined]
+    first, *reasons, last = parts.reporter.reasons  # type: ignore[attr-defined]
+    assert first == f"a rank computes in fp16: losses are scaled, at first by {2.0**21:g}"
+    assert last == f"the loss scale is {progress.loss_scale:g}; {progress.overflows} steps overflowed"
     assert reasons[0] == f"the gradient overflows at a loss scale of {2.0**21:g}, which is now {2.0**20:g}"
     assert len(reasons) == progress.overflows
     assert progress.final_loss is not None and math.isfinite(progress.final_loss)

@@ -8,7 +8,8 @@ decoupled weight decay (1 - lr wd). What differs is the shape of the work:
   tensors in ns_dtype, to be sent unchanged. ``apply`` runs on every rank for every matrix and uses only separately
   rounded elementwise operations (a product, then a difference), so that ranks on unlike hardware stay identical; an
   ``add_`` with alpha, lerp or addcmul would be a fused multiply-add on some hardware and not on other.
-- Matrices of one shape are stacked and iterated as one batch. A stack [E, m, n] (experts) counts as E matrices.
+- Matrices of one shape are stacked, up to STACK_BYTES, and iterated as one batch. A stack [E, m, n] (experts) counts
+  as E matrices.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from executor.optim.steps import chunks, dropped, factor, gradients_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
+STACK_BYTES = 256 * 2**20
+"""Of gradients iterated at a time: enough to fill a card, and an iteration holds about three times as much besides."""
 
 
 def orthogonalise(batch: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
@@ -72,11 +75,9 @@ class Muon:
         self.parameters = [parameter for _, parameter in matrices]
         self.momentum, self.weight_decay, self.ns_steps, self.ns_dtype = momentum, weight_decay, ns_steps, ns_dtype
         self.owned = [i for i, owner in enumerate(owners) if owner == rank]
-        groups: dict[tuple[torch.Size, torch.device], list[int]] = {}
-        for i in self.owned:
-            p = self.parameters[i]
-            groups.setdefault((p.shape[-2:], p.device), []).append(i)
-        self._groups = list(groups.values())
+        owned = [self.parameters[i] for i in self.owned]
+        runs = chunks(owned, kind=lambda p: p.shape[-2:], limit=STACK_BYTES)
+        self._groups = [[self.owned[place] for place in run] for run in runs]
         self._buffers = [self._zeros(members, state_dtype) for members in self._groups]
         self._chunks = chunks(self.parameters, kind=lambda p: lr_scale(p.shape))
 

@@ -17,14 +17,18 @@ CHUNK_BYTES = 64 * 2**20
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def chunks(parameters: Sequence[Tensor], kind: Callable[[Tensor], Hashable] = lambda p: None) -> list[list[int]]:
-    """Positions in runs of at most CHUNK_BYTES (a larger tensor stands alone), one device, dtype and ``kind`` a run."""
+def chunks(
+    parameters: Sequence[Tensor], kind: Callable[[Tensor], Hashable] = lambda p: None, limit: int | None = None
+) -> list[list[int]]:
+    """Positions in runs of at most ``limit`` bytes (None: CHUNK_BYTES; a larger tensor stands alone), one device, dtype
+    and ``kind`` a run."""
+    limit = CHUNK_BYTES if limit is None else limit
     found: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     for i, p in enumerate(parameters):
         nbytes, this = p.numel() * p.element_size(), (p.device, p.dtype, kind(p))
         run, size = filling.get(this, ([], 0))
-        if not run or size + nbytes > CHUNK_BYTES:
+        if not run or size + nbytes > limit:
             run, size = [], 0
             found.append(run)
         run.append(i)
