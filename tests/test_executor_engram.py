@@ -12,15 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from devices import BOUNDS, DEVICES, assert_near, relative
+from executor import build
 from executor.account import measure
+from executor.loop import Progress, train
 from executor.mechanisms import engram_ram, recompute
 from executor.models.engram import Engram, multipliers_of, parameters, row_counts
 from executor.models.host_table import HostTable
 from executor.optim.tables import HostTables, Tables
 from executor.phantom import phantoms
+from executor.slices import RankSlice
+from test_executor_scaling import ALONE, training
 
 WIDTH, ROWS, HEADS, DIM = 12, 50, 2, 3
 SLOTS = 3 * HEADS
+EXACT = {"dtype": "fp32", "mechanisms": (), "loss_scaling": False}
 LOW = {torch.bfloat16: BOUNDS[torch.bfloat16], torch.float16: BOUNDS[torch.float16]}
 
 
@@ -274,6 +279,25 @@ def test_ten_steps_from_host_memory_equal_ten_on_the_device(device: str, when: s
     table, hosted = here.blocks[0].engram.table.detach(), there.blocks[0].engram.host_tensors()["table"]
     assert relative(hosted - start.cpu(), table - start) <= 1e-4
     assert not torch.equal(hosted, start.cpu())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_loop_trains_the_same_with_and_without_the_mechanism(device: str) -> None:
+    """Clipped, with one step prefetched at a time, as a run does it."""
+    found = []
+    for hosted in (False, True):
+        sizes = {"layers": 1, "width": 32, "heads": 2, "ffn": 64, "engram_rows": 100, "engram_heads": 2}
+        parts, work, data = training(device, steps=6, model={**sizes, "engram_dim": 8})
+        if hosted:
+            engram_ram.apply(parts.model)
+            parts.optimizers = build.optimizers(parts.model, work, RankSlice(**ALONE, kind=device, **EXACT), ())
+        train(parts, work, data, Progress())
+        (_, module), *_ = engram_ram.engrams(parts.model)
+        table = module.host_tensors()["table"] if hosted else module.table.detach()
+        found.append((torch.tensor(parts.reporter.losses), table))  # type: ignore[attr-defined]
+    assert isinstance(parts.optimizers.tables, HostTables)
+    for wanted, other in zip(*found, strict=True):
+        assert relative(other, wanted) <= 1e-4
 
 
 def test_steps_that_skip_the_worker_s_order_would_be_seen() -> None:

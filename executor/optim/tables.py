@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from executor.models.host_table import HostTable
 from executor.optim.steps import CHUNK_BYTES, dropped, gradients_of
 
-HOST_CHUNK_BYTES = 2**20  # what a core's cache holds with its temporaries
+HOST_CHUNK_BYTES = 2**18  # what a core's cache holds with its temporaries
 
 
 class Rule:
