@@ -118,7 +118,7 @@ def test_the_dtype_of_the_arguments_is_the_dtype_of_the_arithmetic_under_autocas
 
 def test_the_interpreted_triton_kernels_pass_the_tests_of_this_file() -> None:
     done = subprocess.run(
-        [sys.executable, *"-m pytest -q -p no:cacheprovider -k cpu-grouped_triton".split(), __file__],
+        [sys.executable, *["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu-grouped_triton"], __file__],
         env={**os.environ, "TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"},
         cwd=Path(__file__).parents[1],
         capture_output=True,

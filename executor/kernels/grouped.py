@@ -31,6 +31,7 @@ ROWS: tuple[KernelRow, ...] = (
         "min_sm": "8.0",
         "dtypes": ["bf16", "fp16"],
         "toolchain": ["triton"],
+        "counts_as": "grouped_loop",
         "why": "one launch of our own Triton kernel; group sizes stay on the card",
     },
     {
@@ -39,6 +40,7 @@ ROWS: tuple[KernelRow, ...] = (
         "min_sm": "9.0",
         "dtypes": ["bf16"],
         "toolchain": [],
+        "counts_as": "grouped_loop",
         "why": "torch's grouped_mm; on sm_9x and sm_10x group sizes stay on the card, on others torch reads them back",
     },
     {
@@ -60,23 +62,21 @@ def choices() -> dict[str, Callable[..., Tensor]]:
 
 @torch.library.custom_op("dormouse::grouped", mutates_args=())
 def _product(x: Tensor, w: Tensor, ends: Tensor, choice: str, full: bool) -> Tensor:
-    with torch.autocast(x.device.type, enabled=False):
-        if choice == "grouped_triton":
-            from executor.kernels import grouped_triton as triton_kernels
+    if choice == "grouped_triton":
+        from executor.kernels import grouped_triton as triton_kernels
 
-            return triton_kernels.product(x, w, ends)
-        return _product_torch(x, w, ends, full) if choice == "grouped_torch" else _product_loop(x, w, ends)
+        return triton_kernels.product(x, w, ends)
+    return _product_torch(x, w, ends, full) if choice == "grouped_torch" else _product_loop(x, w, ends)
 
 
 @torch.library.custom_op("dormouse::grouped_weights", mutates_args=())
 def _weights(x: Tensor, grad: Tensor, ends: Tensor, choice: str) -> Tensor:
     """x [N, K], grad [N, M] -> X_e^T dY_e of each group, [E, K, M]."""
-    with torch.autocast(x.device.type, enabled=False):
-        if choice == "grouped_triton":
-            from executor.kernels import grouped_triton as triton_kernels
+    if choice == "grouped_triton":
+        from executor.kernels import grouped_triton as triton_kernels
 
-            return triton_kernels.weights(x, grad, ends)
-        return (_weights_torch if choice == "grouped_torch" else _weights_loop)(x, grad, ends)
+        return triton_kernels.weights(x, grad, ends)
+    return (_weights_torch if choice == "grouped_torch" else _weights_loop)(x, grad, ends)
 
 
 @_product.register_fake

@@ -14,8 +14,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 BAND = 8  # tiles that go through all columns together, so that their rows and weights stay in the cache
