@@ -456,8 +456,6 @@ def test_neither_lookup_nor_update_holds_the_host_up() -> None:
     # So many lookups that torch sorts them in backward, as it does in a real run.
     data = [(bytes_of(4, 400).cuda(), bytes_of(4, 400).cuda()) for _ in range(4)]
     keep = torch.tensor(True, device="cuda")
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
         for (inputs, targets), (following, _) in pairwise(data):
             for each, optimizer in ((here, own), (there, other)):
@@ -466,6 +464,7 @@ def test_neither_lookup_nor_update_holds_the_host_up() -> None:
                     optimizer.prefetch(following)
                 loss.backward()
                 optimizer.step(0.1, keep)
+            torch.cuda.set_sync_debug_mode("error")  # what is done once was in the first step
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode("default")
         there.blocks[0].engram.host.settle()
