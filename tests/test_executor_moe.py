@@ -126,6 +126,15 @@ def test_the_bias_changes_who_is_chosen_and_no_weight() -> None:
     torch.testing.assert_close(weights, wanted / wanted.sum(1, keepdim=True))
 
 
+def test_a_token_that_no_expert_likes_gives_zero_and_finite_gradients() -> None:
+    moe, x = mixture(), torch.ones(1, 3, WIDTH, requires_grad=True)
+    with torch.no_grad():
+        moe.router.weight.fill_(-200.0)  # sigmoid(-3200) is 0
+    out = moe(x)
+    gradients = torch.autograd.grad(out.sum(), (x, *moe.parameters()))
+    assert not out.any() and all(gradient.isfinite().all() for gradient in gradients)
+
+
 def test_assignments_beyond_an_experts_slots_are_dropped_from_the_last_token_on() -> None:
     chosen = torch.tensor([[0, 2], [0, 1], [0, 2], [2, 0]])
     places = place(chosen, experts=4, slots=2)

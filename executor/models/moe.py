@@ -189,7 +189,9 @@ class MoE(nn.Module):
             ranked = affinity.detach() + self.bias if self.balance else affinity.detach()
             chosen = ranked.topk(self.topk, dim=-1).indices
             weights = affinity.gather(-1, chosen)
-            return chosen, weights / weights.sum(-1, keepdim=True) if self.topk > 1 else weights
+            if self.topk > 1:  # a sigmoid can be 0 in fp32, so the sum of all chosen can
+                weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+            return chosen, weights
 
     def slots(self, tokens: int) -> int | None:
         """C for S tokens, or None where nothing is dropped. An expert gets a token once, so it needs no more than S."""
