@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from executor.mechanisms import act_ckpt, moe_offload, muon_state_bf16, recompute
+from executor.mechanisms import act_ckpt, moe_offload, muon_state_bf16, recompute, saved
 from executor.models.presets import TINY
 from executor.workloads import configure, values
 
@@ -45,6 +45,45 @@ def test_recomputation_runs_each_block_twice() -> None:
     tokens = torch.randint(256, (1, 17))
     each(tokens[:, :-1], tokens[:, 1:]).backward()
     assert len(runs) == 2
+
+
+def copied(flat: torch.Tensor) -> saved.Get:
+    kept = flat.clone()
+    return lambda: kept
+
+
+def test_saved_views_are_kept_once_a_storage_and_come_back_with_their_strides() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    seen: list[int] = []
+
+    def put(flat: torch.Tensor) -> saved.Get:
+        seen.append(flat.numel())
+        return copied(flat)
+
+    def computed() -> torch.Tensor:
+        both = x * 1.0
+        left, right = both.chunk(2, -1)
+        return (left * right) @ weight + (both.T @ both).sin().sum()
+
+    wanted = torch.autograd.grad(computed().square().sum(), [x, weight])
+    with saved.saving(0, put=put):
+        out = computed()
+    # Of both, the product of its halves, the sine's argument and the leaf weight: one each. The weight is no parameter.
+    assert sorted(seen) == [24, 24, 48, 64]
+    assert all(
+        torch.equal(*pair) for pair in zip(torch.autograd.grad(out.square().sum(), [x, weight]), wanted, strict=True)
+    )
+
+
+def test_a_storage_written_between_two_saves_is_kept_as_it_was_at_each() -> None:
+    x = torch.randn(64, requires_grad=True)
+    with saved.saving(0, put=copied):
+        y = x * 1.0
+        before = y.sin()
+        y.detach().mul_(2)
+        after = y.cos()
+    (found,) = torch.autograd.grad((before + after).sum(), x)
+    assert torch.allclose(found, x.cos() - (2 * x).sin())
 
 
 def test_a_block_that_takes_keywords_is_recomputed_with_them() -> None:

@@ -39,7 +39,6 @@ ROW: MechanismRow = {
     "makes 0.6 % and 0.7 to 1.2 %; the loss after 150 steps is 2.140 for 2.137",
 }
 _LEVELS = 127
-_TINY = torch.finfo(torch.float32).tiny
 
 
 def offered(model: nn.Module, opt: str) -> bool:
@@ -71,11 +70,12 @@ def apply(model: nn.Module) -> None:
 def quantized(flat: Tensor, put: saved.Put) -> saved.Get:
     """Keep ``flat`` [n] as int8 [n / GROUP, GROUP] and fp32 scales [n / GROUP, 1]: absmax of a group / 127.
 
-    A group that is not finite comes back not finite, so that an overflow is still found in the gradients.
+    A group of zeros comes back as zeros, whatever 0 / 0 is as int8: its scale is 0. A group that is not finite comes
+    back not finite, so that an overflow is still found in the gradients.
     """
     length, dtype = flat.numel(), flat.dtype
     working = torch.promote_types(dtype, torch.float32)
     table = F.pad(flat, (0, -length % GROUP)).view(-1, GROUP) if length % GROUP else flat.view(-1, GROUP)
     scale = torch.linalg.vector_norm(table, torch.inf, dim=1, keepdim=True, dtype=working).div_(_LEVELS)
-    codes, scales = put((table / scale.clamp_min(_TINY)).round_().to(torch.int8)), put(scale)
+    codes, scales = put((table / scale).round_().to(torch.int8)), put(scale)
     return lambda: (codes() * scales()).view(-1)[:length].to(dtype)
