@@ -225,6 +225,19 @@ def test_beside_quantized_activations_the_host_holds_their_int8_form(order: tupl
     assert offload.pool(torch.device("cpu")).bytes == (LAYERS - 1) * (ELEMENTS + scales)
 
 
+def test_a_host_that_pins_no_more_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    pool = offload.Pool(pinned=True)
+    with pytest.raises(RuntimeError, match=r"pins no 512 bytes beyond the 0 .*CUDA error 2.*without moe_offload"):
+        pool.lend(torch.empty(128))
+    assert pool.bytes == 0
+
+
 def test_it_is_offered_where_there_is_more_than_one_pass_and_refused_where_there_is_none() -> None:
     assert moe_offload.offered(Experts(), "muon")
     assert not moe_offload.offered(Experts(layers=1), "muon")

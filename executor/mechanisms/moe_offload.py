@@ -72,9 +72,9 @@ class _Away:
     __slots__ = ("__weakref__", "_arrived", "_back", "_device", "_host")
 
     def __init__(self, flat: Tensor) -> None:
-        self._host, self._device = offload(flat), flat.device
         self._back: Tensor | None = None
         self._arrived: Callable[[], None] = _nothing
+        self._host, self._device = offload(flat), flat.device
 
     def ask_back(self) -> Tensor:
         """The device tensor that the bytes are being copied into; the copy begins at the first call."""
