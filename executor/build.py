@@ -177,7 +177,7 @@ def optimizers(placed: nn.Module, work: WorkSlice, rank: RankSlice, owners: Sequ
         "weight_decay": config["weight_decay"],
         "ns_steps": config["ns_steps"],
         "ns_dtype": DTYPES[config["ns_dtype"]],
-        "adamw": {"auto": "ieee"}.get(config["adamw"], config["adamw"]),
+        "adamw": config["adamw"],
     }
     for name in filter(_is_of_state, rank.mechanisms):
         MECHANISMS[name].apply(options)

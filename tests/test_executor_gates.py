@@ -216,6 +216,32 @@ def test_bytes_reduced_other_than_planned_end_the_run(folder: Path) -> None:
     assert results[0]["entry"]["steps"] == 0
 
 
+def test_the_fingerprint_is_of_the_weights_and_of_the_buffers_that_a_checkpoint_keeps() -> None:
+    from executor.fleet import fingerprint
+
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("kept", torch.zeros(2))
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    first = fingerprint(model)
+    for name, changes in (("scratch", False), ("kept", True), ("weight", True)):
+        getattr(model, name).data[0] += 1
+        assert (fingerprint(model) != first) == changes
+        first = fingerprint(model)
+
+
+def test_the_smoke_launch_leaves_buffers_as_they_were(folder: Path) -> None:
+    from executor import smoke
+    from mixture import Mixture
+
+    model, batch = Mixture(), torch.zeros(2, 8, dtype=torch.int64)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    smoke.build_buckets(model, model, batch, batch, "fp32")
+    assert smoke.launch(0, model, batch, batch, "fp32")["error"] is None
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    model(batch, batch)
+    assert not all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
 def test_a_one_rank_plan_is_the_plain_loop_byte_for_byte(folder: Path) -> None:
     """The loop below knows the model, the optimizers and the windows, and nothing of loop, fleet and measuring."""
     from executor.fleet import fingerprint

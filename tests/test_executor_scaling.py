@@ -25,7 +25,9 @@ from executor.fleet import Alone, fingerprint
 from executor.loop import Progress, RunFailed, Training, train
 from executor.meter import Meter
 from executor.models.presets import TINY
+from executor.optim.adamw_8bit import AdamW8bit
 from executor.optim.scaler import Scaler
+from executor.optim.tables import HostTables, Tables
 from executor.peaks import probe
 from executor.reporter import Mute
 from executor.slices import DataSlice, RankSlice, Source, WorkSlice
@@ -58,7 +60,12 @@ class Told(Mute):
 
 
 def training(
-    device: str, dtype: str = "fp32", steps: int = 3, model: dict[str, Any] | None = None, **config: Any
+    device: str,
+    dtype: str = "fp32",
+    steps: int = 3,
+    model: dict[str, Any] | None = None,
+    mechanisms: tuple[str, ...] = (),
+    **config: Any,
 ) -> tuple[Training, WorkSlice, DataSlice]:
     """One rank's parts, as a run makes them, without a plan."""
     chosen = {key.name: key.default for key in (*TINY.keys, *RUNTIME)} | (model or DENSE)
@@ -66,7 +73,7 @@ def training(
     kernels = {"kda": "chunk_torch", "grouped": "grouped_loop" if device == "cpu" else "grouped_triton"}
     work = WorkSlice("tiny", "muon", steps, 1, chosen)
     torch.manual_seed(1)
-    rank = RankSlice(**ALONE, kind=device, dtype=dtype, mechanisms=(), loss_scaling=dtype == "fp16")
+    rank = RankSlice(**ALONE, kind=device, dtype=dtype, mechanisms=mechanisms, loss_scaling=dtype == "fp16")
     placed = build.settle(TINY.build(chosen, kernels), rank)
     optimizers = build.optimizers(placed, work, rank, ())
     corpus = Corpus("text", np.random.default_rng(0).integers(97, 123, 20000, dtype=np.uint8))
@@ -119,6 +126,43 @@ def test_the_host_reads_nothing_of_a_step(device: str, adamw: str, dtype: str) -
         told = loop.launch(parts, work, data, 1, 1.0)
     assert told.device.type == device and math.isfinite(float(told[-3]))
     assert float(told[-3]) != before[0]
+
+
+@pytest.mark.gpu
+def test_a_card_is_not_held_up_by_grouped_products_of_tokens_without_slots() -> None:
+    parts, work, data = training("cuda", "bf16", model=WHOLE | {"moe_capacity": 0.0}, adamw="fused")
+    parts.meter.begin(0)
+    loop.launch(parts, work, data, 0, 1.0)
+    with unread("cuda"):
+        told = loop.launch(parts, work, data, 1, 1.0)
+    assert math.isfinite(float(told[-3]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_table_in_host_memory_trains_as_on_the_device(device: str, dtype: str) -> None:
+    """Clipped by the norm of all gradients, the table's included, and brought ahead of each step."""
+    runs = []
+    for mechanisms in ((), ("engram_ram",)):
+        parts, work, data = training(device, dtype, 6, WHOLE, mechanisms, clip=0.1)
+        train(parts, work, data, Progress())
+        runs.append((parts, parts.reporter.losses))  # type: ignore[attr-defined]
+    (on_device, losses), (on_host, others) = runs
+    assert isinstance(on_device.optimizers.tables, Tables) and isinstance(on_host.optimizers.tables, HostTables)
+    assert max(abs(a - b) for a, b in zip(losses, others, strict=True)) < 1e-5
+    (table,), state = on_host.optimizers.tables.tables, on_host.optimizers.tables.state_dict()
+    assert relative(table.weight, on_device.optimizers.tables.parameters[0]) < 1e-5
+    assert relative(*(of["powers"] for of in (state, on_device.optimizers.tables.state_dict()))) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_8_bit_moments_train_and_count_the_steps_that_were_kept(device: str) -> None:
+    parts, work, data = training(device, "fp16", 6, mechanisms=("optim_8bit",), loss_scale=2.0**18)
+    progress = Progress()
+    train(parts, work, data, progress)
+    assert isinstance(parts.optimizers.adamw, AdamW8bit)
+    assert parts.optimizers.adamw.steps == 6 - progress.skipped
+    assert any(t.dtype == torch.uint8 for t in parts.optimizers.state()["adamw_state"])
 
 
 def test_what_refuses_a_read_does() -> None:
