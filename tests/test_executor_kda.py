@@ -75,7 +75,7 @@ def with_gradients(function: Any, inputs: list[Tensor]) -> list[Tensor]:
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*inputs)
     weight = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
+    return [out.detach(), *torch.autograd.grad((out * weight.to(out.device)).sum(), inputs)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
