@@ -19,7 +19,8 @@ pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes and of run
 
 CASES = json.loads((Path(__file__).parent / "cases" / "decisions.json").read_text())
 
-# Those that another workload, and so another account, belongs to; and the one that only a run with a NaN can show.
+# Those that another workload, and so another account, belongs to; and those that only a run with a NaN, in fp16 or on a
+# card can show.
 ELSEWHERE = {
     "/workload/opt": "below",
     "/workload/config/layers": "below",
@@ -28,6 +29,7 @@ ELSEWHERE = {
     "/workload/config/ffn": "below",
     "/workload/config/conv": "below",
     "/workload/config/nonfinite": "test_executor_gates.py",
+    "/workload/config/adamw": "test_executor_optimizers.py",
     "/workload/config/loss_scale": "test_executor_scaling.py",
     "/workload/config/loss_scale_growth": "test_executor_scaling.py",
 }
