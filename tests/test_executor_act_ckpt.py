@@ -198,8 +198,9 @@ def test_memory_of_the_card_falls() -> None:
 def test_the_loss_is_exact_and_the_gradients_are_as_far_off_as_stated(device: str, keys: dict[str, str]) -> None:
     plain, quantizing, batch = model(4, **keys).to(device), model(4, **keys).to(device), texts(1, 4, 64, device)
     act_ckpt.apply(quantizing)
-    loss, wanted = gradients(plain, batch, bf16=True)
-    loss_too, found = gradients(quantizing, batch, bf16=True)
+    bf16 = device == "cpu"  # on a card, two plain runs in bf16 are as far apart by themselves
+    loss, wanted = gradients(plain, batch, bf16=bf16)
+    loss_too, found = gradients(quantizing, batch, bf16=bf16)
     if device == "cpu":
         assert torch.equal(loss, loss_too)
     stated = float(act_ckpt.ROW["error"].split()[1]) / 100

@@ -47,12 +47,15 @@ class Pool:
             return torch.empty(nbytes, dtype=torch.uint8)
         # Pages of its own, pinned in place: torch's own pinned allocator rounds up to a power of two.
         buffer = torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-        failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))  # type: ignore[no-untyped-call]
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        failed = int(runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 0))
         if failed:
             raise RuntimeError(
                 f"the host pins no {nbytes} bytes beyond the {self.bytes} pinned for offloading (CUDA error {failed}); "
                 "plan without moe_offload, or with a smaller batch"
             )
+        # Before the pages go: CUDA would take others at the same address for these.
+        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
         self.bytes += nbytes
         return buffer
 

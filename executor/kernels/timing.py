@@ -50,7 +50,7 @@ def _pass(product: Callable[..., Tensor], tensors: list[Tensor], ends: Tensor, g
 
 def _captured(call: Callable[[], None]) -> Callable[[], None]:
     """``call`` as one graph, after it ran on a side stream so that nothing is compiled or allocated in capture."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         call()
     torch.cuda.current_stream().wait_stream(side)
