@@ -12,12 +12,19 @@ import torch
 
 import plans
 import ranks
+from executor.fleet import fingerprint
+from executor.loop import Progress, train
 from executor.run import Places, execute
 from schemas.document import is_decision, resolve, walk
+from test_executor_scaling import WHOLE, training
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes and of runs for all
 
 CASES = json.loads((Path(__file__).parent / "cases" / "decisions.json").read_text())
+
+# The keys of experts, of their balance and of the table, each with another value than in a small model that has all.
+OF_PARTS = {"mixer": "conv", "experts": 3, "topk": 1, "expert_ffn": 16, "moe_capacity": 0.5, "moe_lb_coef": 0.05,
+            "engram_rows": 120, "engram_heads": 1, "engram_dim": 4}  # fmt: skip
 
 # Those that another workload, and so another account, belongs to; and those that only a run with a NaN, in fp16 or on a
 # card can show.
@@ -28,6 +35,7 @@ ELSEWHERE = {
     "/workload/config/heads": "below",
     "/workload/config/ffn": "below",
     "/workload/config/conv": "below",
+    **{f"/workload/config/{key}": "below" for key in OF_PARTS},
     "/workload/config/nonfinite": "test_executor_gates.py",
     "/workload/config/adamw": "test_executor_optimizers.py",
     "/workload/config/loss_scale": "test_executor_scaling.py",
@@ -112,6 +120,16 @@ def test_another_workload_is_another_plan_and_another_run(folder: Path, key: str
     plan = plans.plan(plans.corpus(folder), 1, steps=6, batch=3, **changed)
     assert plan["workload"]["digest"] != made(folder, 1)["workload"]["digest"]
     assert seen_of(plan, folder, 1)["weights"] != plain(folder, 1)["weights"]
+
+
+@pytest.mark.parametrize(("key", "other"), OF_PARTS.items())
+def test_a_key_of_experts_or_of_the_table_is_seen_in_the_run(key: str, other: Any) -> None:
+    runs = []
+    for model in (WHOLE, WHOLE | {key: other}):
+        parts, work, data = training("cpu", model=model)
+        train(parts, work, data, Progress())
+        runs.append(fingerprint(parts.model))
+    assert runs[0] != runs[1]
 
 
 def test_every_decision_of_a_plan_is_shown_to_matter(folder: Path) -> None:
