@@ -100,7 +100,7 @@ def applied(steps: int, fused: bool = False) -> bytes:
         if fused:
             with torch.no_grad():
                 for (_, p), update in zip(named, updates, strict=True):
-                    p.mul_(1 - 0.002).add_(update.float(), alpha=-0.02 * lr_scale(p.shape))
+                    p.mul_(1 - 0.002).add_(update.float(), alpha=-0.02 * lr_scale(p))
         else:
             muon.apply(updates, 0.02)
     return b"".join(p.detach().numpy().tobytes() for _, p in named)
@@ -208,3 +208,17 @@ def test_the_schedule_warms_up_and_decays_along_straight_lines(
     step: int, steps: int, warmup: int, final: float, expected: float
 ) -> None:
     assert factor(step, steps, warmup, final) == pytest.approx(expected)
+
+
+def test_a_stack_of_matrices_with_inputs_first_is_updated_as_its_transpose_is() -> None:
+    torch.manual_seed(0)
+    rows_first = nn.Parameter(torch.randn(3, 6, 4))
+    inputs_first = nn.Parameter(rows_first.detach().mT.clone())
+    inputs_first.inputs_first = True  # type: ignore[attr-defined]
+    for parameter in (rows_first, inputs_first):
+        gradient = torch.linspace(-1, 1, 72).view(3, 6, 4).sin()
+        parameter.grad = gradient if parameter is rows_first else gradient.mT.clone()
+        muon = Muon([("stack", parameter)], [0], 0)
+        muon.apply(muon.updates(), 0.1)
+    assert torch.allclose(inputs_first.mT, rows_first, rtol=1e-5, atol=1e-6)
+    assert lr_scale(inputs_first) == lr_scale(rows_first) == 1.5**0.5

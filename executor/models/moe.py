@@ -28,11 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def _compute(x: Tensor) -> Tensor:
-    """x in the autocast dtype, cast once for all products that read it."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+from executor.models.cast import compute
 
 
 def _working(dtype: torch.dtype) -> torch.dtype:
@@ -156,6 +152,8 @@ class MoE(nn.Module):
         self.gate = nn.Parameter(torch.empty(experts, width, hidden))
         self.up = nn.Parameter(torch.empty(experts, width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
+        for stack in (self.gate, self.up, self.down):
+            stack.inputs_first = True  # type: ignore[attr-defined]  # what Muon asks of a matrix
         if balance:
             self.register_buffer("bias", torch.zeros(experts))
             self.register_buffer("counts", torch.zeros(experts, dtype=torch.int64))
@@ -178,7 +176,7 @@ class MoE(nn.Module):
         if self._counts_now():
             self.counts.add_(torch.diff(places.ends, prepend=places.ends.new_zeros(1)))
         spread, collect = cast(_Apply, _Spread.apply), cast(_Apply, _Collect.apply)
-        rows = spread(_compute(tokens), places, self.topk)
+        rows = spread(compute(tokens), places, self.topk)
         scales = spread(weights.view(-1, 1), places, 1)
         return collect(self.experts(rows, scales, places.ends), places, self.topk).view_as(x)
 
@@ -206,7 +204,7 @@ class MoE(nn.Module):
         needs of it is not the last product's output. Gate and up are two products: one over both would first copy the
         weights together, in every step.
         """
-        gate, up, down = _compute(self.gate), _compute(self.up), _compute(self.down)
+        gate, up, down = compute(self.gate), compute(self.up), compute(self.down)
         if self.capacity:
             rows = rows.view(self.experts_count, -1, rows.shape[-1])
             hidden = F.silu(torch.bmm(rows, gate)) * torch.bmm(rows, up)

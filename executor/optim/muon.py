@@ -46,9 +46,15 @@ def orthogonalise(batch: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     return x.mT if tall else x
 
 
-def lr_scale(shape: Sequence[int]) -> float:
-    """The "original" adjustment, sqrt(max(1, rows / columns)); exact in IEEE, so equal on every rank."""
-    return math.sqrt(max(1.0, shape[-2] / shape[-1]))
+def lr_scale(parameter: Tensor) -> float:
+    """The "original" adjustment, sqrt(max(1, outputs / inputs)); exact in IEEE, so equal on every rank.
+
+    Rows are outputs, but where the parameter's attribute ``inputs_first`` says that they are inputs.
+    """
+    outputs, inputs = parameter.shape[-2:]
+    if getattr(parameter, "inputs_first", False):
+        outputs, inputs = inputs, outputs
+    return math.sqrt(max(1.0, outputs / inputs))
 
 
 class Muon:
@@ -79,7 +85,7 @@ class Muon:
         runs = chunks(owned, kind=lambda p: p.shape[-2:], limit=STACK_BYTES)
         self._groups = [[self.owned[place] for place in run] for run in runs]
         self._buffers = [self._zeros(members, state_dtype) for members in self._groups]
-        self._chunks = chunks(self.parameters, kind=lambda p: lr_scale(p.shape))
+        self._chunks = chunks(self.parameters, kind=lr_scale)
 
     def _zeros(self, members: list[int], dtype: torch.dtype) -> Tensor:
         first = self.parameters[members[0]]
@@ -128,7 +134,7 @@ class Muon:
             drop = dropped(keep, parameters[0])
             scaled = [torch.empty_like(p) for p in parameters]
             torch._foreach_copy_(scaled, [updates[i] for i in chunk])
-            rate = factor(lr * lr_scale(parameters[0].shape), 0.0, drop).to(scaled[0].dtype)
+            rate = factor(lr * lr_scale(parameters[0]), 0.0, drop).to(scaled[0].dtype)
             torch._foreach_mul_(scaled, rate)
             if self.weight_decay:
                 torch._foreach_mul_(parameters, factor(1.0 - lr * self.weight_decay, 1.0, drop).to(rate.dtype))

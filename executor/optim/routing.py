@@ -1,7 +1,7 @@
 """Which optimizer updates which parameter: one function, read by the account and by the run.
 
-Muon orthogonalises the matrices of the repeated blocks. All else goes to AdamW: embedding and head (their rows are
-classes, not directions), norms, biases, gains, convolutions. A stack of matrices [E, m, n] counts as E matrices.
+Muon orthogonalises the matrices of the repeated blocks. All else goes to AdamW: embedding, head and router (their
+rows are classes, not directions), norms, biases, gains, convolutions. A stack of matrices [E, m, n] counts as E matrices.
 A parameter with the attribute ``lazy_rows`` is a table of which a step touches few rows: it has a route of its own,
 whatever the optimizer of the rest.
 """
@@ -16,7 +16,7 @@ from torch import nn
 Route = Literal["muon", "adamw", "tables"]
 
 _BLOCK = re.compile(r"(^|\.)\d+\.")  # inside a list of blocks: a component of the path is a number
-_NOT_A_MATRIX = re.compile(r"(^|\.)(conv\w*|\w*embed\w*|\w*norm\w*|head|lm_head)(\.|$)", re.IGNORECASE)
+_NOT_A_MATRIX = re.compile(r"(^|\.)(conv\w*|\w*embed\w*|\w*norm\w*|head|lm_head|router)(\.|$)", re.IGNORECASE)
 
 
 class Routed(NamedTuple):
