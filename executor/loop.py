@@ -189,13 +189,11 @@ def launch(parts: Training, work: WorkSlice, data: DataSlice, step: int, scale: 
 
 
 def _shrink(gradients: list[Tensor], norm: Tensor, limit: float, scale: Tensor | None) -> None:
-    """Divide ``gradients`` by the loss's scale, and clip them by their ``norm`` (of what they are without it).
-
-    The factor is that of torch.nn.utils.clip_grad_norm_, and the same bits on every rank. Raises nothing on the host.
-    """
-    factor = (limit / (norm + 1e-6)).clamp_(max=1.0) if limit else torch.ones_like(norm)
+    """Divide ``gradients`` by the loss's ``scale``, and clip them to ``limit`` (0: none) by the ``norm`` that they then
+    have: by the factor of torch.nn.utils.clip_grad_norm_, the same bits on every rank."""
+    clip = (limit / (norm + 1e-6)).clamp_(max=1.0) if limit else torch.ones_like(norm)
     if limit or scale is not None:
-        torch._foreach_mul_(gradients, factor if scale is None else factor / scale)
+        torch._foreach_mul_(gradients, clip if scale is None else clip / scale)
 
 
 def _skip(parts: Training, work: WorkSlice, step: int, progress: Progress, overflow: bool, reason: str) -> None:
