@@ -3,8 +3,9 @@
 ``python -P -m executor.account`` reads a JSON request on stdin, {"model", "set", "opt"}, and writes the sealed account
 on stdout. Nothing is computed and no weight is allocated: the whole model is built on the meta device for its
 parameters and their routes, and one and two layers of it run forward and backward on tensors without memory at two
-batches and two lengths, under the runtime's own autocast, recomputation and optimizers. Counts are affine in depth and
-bilinear in batch and length, so four points and two depths give them for every size.
+batches and two lengths, under the runtime's own autocast, memory mechanisms and optimizers, once for each set of
+kernels that a plan may choose. Counts are affine in depth and bilinear in batch and length, so four points and two
+depths give them for every size.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from itertools import combinations, product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,20 +26,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.count import Counts, Form, Tally, bilinear
-from executor.count_updates import adamw_counts, apply_counts, newton_schulz_counts
+from executor.count import Counts, Tally, bilinear
+from executor.count_updates import adamw_counts, apply_counts, newton_schulz_counts, tables_counts
 from executor.guest import guarded
-from executor.mechanisms import muon_state_bf16, recompute
+from executor.kernels import registry
+from executor.mechanisms.table import ORDERED
 from executor.optim.routing import Routed, split
 from executor.phantom import phantoms
 from executor.workloads import Module, build, configure, is_ours, resolve, values
-from planner.door import BadWorkload, KernelRow, Value, Workload
+from planner.door import (
+    BadWorkload,
+    Form,
+    KernelRow,
+    MechanismRow,
+    Shaped,
+    Value,
+    Workload,
+    counted_as,
+    kernel_set,
+    reachable,
+)
 
 GRANULE = 16
-# Not smaller: with one sequence or one or two chunks some copies fall away, and at few tokens the peak lies where the
-# weights' own temporaries are. From here on the forms are exact; below they err by a few per cent.
-POINTS = tuple((batch, length) for batch in (2, 4) for length in (128, 192))
-COUNTS = ("flops", "bytes", "launches", "saved", "peak")
+LENGTHS = (64, 128)  # whole chunks of every kernel
+# Not fewer sequences: with one, or with one or two chunks, some copies fall away. From here on the forms are exact;
+# below they err by a few per cent.
+LEAST_BATCH = 4
+COUNTS = ("flops", "bytes", "launches", "saved", "peak", "host", "link")
+OF_TABLES = ("tables_bytes", "tables_peak")  # what a model with tables has besides
+DTYPES = ("fp32", "bf16")  # fp16 is as wide as bf16 and launches the same
+# No part of what the work is: what is kept of real cards differs from one machine to the next.
+_KEPT = ("timed", "tuned")
+_APPLY = {mechanism.NAME: mechanism.apply for mechanism in ORDERED}
+Points = tuple[tuple[int, int], ...]
+Kernels = Mapping[str, Sequence[KernelRow]]
 
 
 def account(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,9 +78,14 @@ def _body(workload: Workload, model: str, settings: Mapping[str, str], opt: str)
     with torch.device("meta"):
         whole = build(workload, chosen, kernels, label)
     routed = split(whole, opt)
+    mechanisms = _mechanisms(whole, routed, opt, points(workload))
+    called = _called(workload, chosen, label)
+    for kernel in workload.kernels.keys() - called.keys():
+        if config.pop(kernel, {"asked": None})["asked"] not in (None, "auto"):
+            raise BadWorkload(f"{kernel}={chosen[kernel]}: this configuration calls no kernel of that name")
     return {
         "format": "dormouse.account",
-        "format_version": 1,
+        "format_version": 2,
         "made_from": {
             "model": model,
             "set": dict(settings),
@@ -72,13 +99,15 @@ def _body(workload: Workload, model: str, settings: Mapping[str, str], opt: str)
         "granule": GRANULE,
         "parameters": {route: sum(p.numel() for _, p in named) for route, named in routed._asdict().items()},
         "tensors": {route: len(named) for route, named in routed._asdict().items()},
-        "matrices": [{"name": name, "shape": list(p.shape)} for name, p in routed.muon],
+        "matrices": list(_matrices(routed)),
         "shapes": newton_schulz_counts(routed, chosen),
         "apply": apply_counts(routed, chosen),
         "adamw": adamw_counts(routed, chosen),
-        "compute": _compute(workload, chosen, kernels, bool(recompute.blocks(whole)), label),
-        "kernels": {kernel: [dict(row) for row in rows] for kernel, rows in workload.kernels.items()},
-        "mechanisms": _mechanisms(whole, opt),
+        "tables": tables_counts(routed, chosen),
+        "compute": _compute(workload, chosen, called, mechanisms, label),
+        "kernels": {kernel: [dict(row) for row in rows] for kernel, rows in called.items()},
+        "kernel_shapes": _kernel_shapes(workload, chosen),
+        "mechanisms": mechanisms,
     }
 
 
@@ -93,14 +122,74 @@ def _checked(request: Mapping[str, Any]) -> tuple[str, Mapping[str, str], str]:
     return model, settings, opt
 
 
+def points(workload: Workload) -> Points:
+    """Two batches times two lengths (batch, length). The tokens are about those of the workload's own sizes: at fewer,
+    a large model's peak lies where the weights' temporaries are."""
+    batch = max(LEAST_BATCH, -(-workload.sizes["batch"] * workload.sizes["seq"] // LENGTHS[0]))
+    return tuple((b, length) for b in (batch // 2, batch) for length in LENGTHS)
+
+
 def planned_kernels(workload: Workload, chosen: Mapping[str, Value]) -> dict[str, str]:
-    """The row counted for each kernel: the one set by the key of the kernel's name, else the first that a CPU runs."""
+    """The row that each kernel is built with here: the one asked for, else the first that a CPU runs."""
     named = {}
     for kernel, rows in workload.kernels.items():
         asked = chosen.get(kernel, "auto")
         runs_here = next((row["name"] for row in rows if "cpu" in row["devices"]), rows[0]["name"])
         named[kernel] = runs_here if asked == "auto" else str(asked)
     return named
+
+
+def _called(workload: Workload, chosen: Mapping[str, Value], label: str) -> dict[str, Sequence[KernelRow]]:
+    """The rows of the kernels that a forward calls under this configuration: others have no choice to be made."""
+    layers = min(2, int(chosen[workload.depth])) if workload.depth else 1
+    with phantoms(), torch.device("cpu"):
+        model = build(workload, _shallow(workload, chosen, layers), planned_kernels(workload, chosen), label)
+        registry.calls.clear()
+        measure(model, *points(workload)[0], "fp32")
+    ran = {kernel for kernel, _ in registry.calls}
+    return {kernel: rows for kernel, rows in workload.kernels.items() if kernel in ran}
+
+
+def kernel_sets(kernels: Kernels, chosen: Mapping[str, Value]) -> list[tuple[dict[str, str], tuple[str, ...]]]:
+    """(a choice of each kernel, the dtypes it is counted in), one for each set that a plan may choose and that counts
+    otherwise than those before it."""
+    choices = [list(_countable(kernels, kernel, str(chosen.get(kernel, "auto")))) for kernel in kernels]
+    found: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {}
+    for rows in product(*choices):
+        named = {kernel: name for kernel, (name, _) in zip(kernels, rows, strict=True)}
+        dtypes = tuple(dtype for dtype in DTYPES if all(dtype in of for _, of in rows))
+        if dtypes:
+            known = found.setdefault(kernel_set(named, kernels), (named, dtypes))
+            found[kernel_set(named, kernels)] = (named, tuple(d for d in DTYPES if d in {*known[1], *dtypes}))
+    return list(found.values())
+
+
+def _countable(kernels: Kernels, kernel: str, asked: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The rows of ``kernel`` that auto may choose, under the names they are counted by; or the one row asked for, in
+    every dtype: a refusal of it comes later."""
+    if asked != "auto":
+        yield asked, DTYPES
+        return
+    for row in reachable(kernels[kernel]):
+        yield counted_as(kernel, row["name"], kernels), tuple(_served(row))
+
+
+def _served(row: Mapping[str, Any]) -> Iterator[str]:
+    if "fp32" in row["dtypes"]:
+        yield "fp32"
+    if {"bf16", "fp16"} & set(row["dtypes"]):
+        yield "bf16"
+
+
+def _kernel_shapes(workload: Workload, chosen: Mapping[str, Value]) -> dict[str, dict[str, int]]:
+    told = workload.kernel_shapes(chosen) if isinstance(workload, Shaped) else {}
+    return {kernel: dict(shape) for kernel, shape in told.items()}
+
+
+def _matrices(routed: Routed) -> Iterator[dict[str, Any]]:
+    """What Muon updates: a stack [E, m, n] is one job of E matrices."""
+    for name, parameter in routed.muon:
+        yield {"name": name, "shape": list(parameter.shape)}
 
 
 def workload_digest(routed: Routed, kernels: Mapping[str, Any]) -> str:
@@ -113,7 +202,10 @@ def workload_digest(routed: Routed, kernels: Mapping[str, Any]) -> str:
         for route, named in routed._asdict().items()
         for name, p in named
     ]
-    rows: dict[str, list[KernelRow]] = {kernel: list(rows) for kernel, rows in kernels.items()}
+    rows = {
+        kernel: [{key: value for key, value in row.items() if key not in _KEPT} for row in of]
+        for kernel, of in kernels.items()
+    }
     return _sha256(json.dumps([parameters, rows], sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -132,48 +224,105 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _mechanisms(model: nn.Module, opt: str) -> dict[str, dict[str, Any]]:
-    """The mechanisms that this workload can use at all; whether a rank can is decided by the plan."""
-    offered: dict[str, dict[str, Any]] = {}
-    if recompute.blocks(model):
-        offered[recompute.NAME] = dict(recompute.ROW)
-    if muon_state_bf16.eligibility({"device": "cpu", "opt": opt})[0]:
-        offered[muon_state_bf16.NAME] = dict(muon_state_bf16.ROW)
+def _mechanisms(model: nn.Module, routed: Routed, opt: str, at: Points) -> dict[str, MechanismRow]:
+    """The mechanisms that this workload can use at all, in their order; whether a rank can is decided by the plan."""
+    offered: dict[str, MechanismRow] = {}
+    for place, mechanism in enumerate(ORDERED):
+        if not mechanism.offered(model, opt):
+            continue
+        row: MechanismRow = mechanism.ROW.copy()
+        row["order"] = place
+        if hasattr(mechanism, "state_bytes"):
+            row["bytes"] = mechanism.state_bytes(routed)
+        if "moves" in row:
+            sizes = (mechanism.staging_bytes, mechanism.host_bytes, mechanism.pinned_bytes, mechanism.link_bytes)
+            row["staging"], row["host"], row["pinned"], row["link"] = (
+                bilinear({point: size(model, *point) for point in at}) for size in sizes
+            )
+        offered[mechanism.NAME] = row
     return offered
 
 
+def variants(rows: Mapping[str, MechanismRow]) -> list[tuple[str, ...]]:
+    """The sets of mechanisms that make a forward and backward of their own, each in the order of ``rows``."""
+    names = [name for name, row in rows.items() if "variant" in row]
+    sets = [chosen for size in range(len(names) + 1) for chosen in combinations(names, size)]
+    return [chosen for chosen in sets if not any(set(rows[name].get("excludes", ())) & set(chosen) for name in chosen)]
+
+
 def _compute(
-    workload: Workload, chosen: Mapping[str, Value], kernels: Mapping[str, str], has_blocks: bool, label: str
-) -> dict[str, dict[str, dict[str, Form]]]:
-    """Forward and backward of a micro-batch, by compute dtype and variant, at the configured depth."""
-    key = workload.depth
-    depth = int(chosen[key]) if key else 1
-    depths = (1, 2) if key and depth > 2 else (depth,)
-    variants = ("plain", "recompute") if has_blocks else ("plain",)
-    found: dict[tuple[str, str, int], dict[tuple[int, int], Counts]] = {}
-    for layers in depths:
-        config = {**chosen, key: layers} if key else chosen
+    workload: Workload,
+    chosen: Mapping[str, Value],
+    called: Kernels,
+    mechanisms: Mapping[str, MechanismRow],
+    label: str,
+) -> dict[str, dict[str, dict[str, dict[str, Form]]]]:
+    """Forward and backward of a micro-batch at the configured depth, by set of kernels, compute dtype and variant."""
+    found: dict[str, dict[str, dict[str, dict[str, Form]]]] = {}
+    for kernels, dtypes in kernel_sets(called, chosen):
+        by_dtype = found.setdefault(kernel_set(kernels, called), {dtype: {} for dtype in dtypes})
+        for engaged in variants(mechanisms):
+            name = "+".join(mechanisms[item]["variant"] for item in engaged) or "plain"
+            counted = _at_depths(workload, chosen, kernels, engaged, dtypes, label)
+            for dtype in dtypes:
+                by_dtype[dtype][name] = _forms(workload, chosen, counted[dtype])
+    return found
+
+
+ByDepth = dict[int, dict[tuple[int, int], Counts]]
+
+
+def _at_depths(
+    workload: Workload,
+    chosen: Mapping[str, Value],
+    kernels: Mapping[str, str],
+    engaged: tuple[str, ...],
+    dtypes: Sequence[str],
+    label: str,
+) -> dict[str, ByDepth]:
+    """By dtype, the counts at each point of two depths that the configured one is reached from in a straight line, or
+    of that very depth. What is offloaded comes back before its layer's turn, so there one layer's memory is also
+    another's, and the line begins with the second layer."""
+    depth = int(chosen[workload.depth]) if workload.depth else 1
+    found = {dtype: ByDepth() for dtype in dtypes}
+
+    def count(layers: int) -> None:
         with phantoms(), torch.device("cpu"):
-            model = build(workload, config, kernels, label)
-            for variant in variants:
-                if variant == "recompute":
-                    recompute.apply(model)
-                for dtype in ("fp32", "bf16"):
-                    found[dtype, variant, layers] = {point: measure(model, *point, dtype) for point in POINTS}
-    return {
-        dtype: {variant: _forms([found[dtype, variant, n] for n in depths], depth) for variant in variants}
-        for dtype in ("fp32", "bf16")
-    }
+            model = build(workload, _shallow(workload, chosen, layers), kernels, label)
+            for name in engaged:
+                _APPLY[name](model)
+            for dtype in dtypes:
+                found[dtype][layers] = {point: measure(model, *point, dtype) for point in points(workload)}
+
+    if depth <= 2:
+        count(depth)
+        return found
+    count(2)
+    offloads = any(counts["link"] for by_depth in found.values() for counts in by_depth[2].values())
+    count(3 if offloads else 1)
+    return found
 
 
-def _forms(by_depth: list[dict[tuple[int, int], Counts]], depth: int) -> dict[str, Form]:
-    """Bilinear forms at ``depth`` from the counts of one layer and two (or of the very depth)."""
+def _shallow(workload: Workload, chosen: Mapping[str, Value], layers: int) -> dict[str, Value]:
+    """The configuration at another depth: what is the index of a layer stays within it."""
+    if workload.depth is None:
+        return dict(chosen)
+    indices = [key.name for key in workload.keys if key.below == workload.depth]
+    return {**chosen, workload.depth: layers, **{name: min(int(chosen[name]), layers - 1) for name in indices}}
+
+
+def _forms(workload: Workload, chosen: Mapping[str, Value], by_depth: ByDepth) -> dict[str, Form]:
+    """Bilinear forms at the configured depth from the counts at two depths (or at that very one)."""
+    depth = int(chosen[workload.depth]) if workload.depth else 1
+    # Beside a table's gradient only the layers below the table still hold what they saved.
+    below = [int(chosen[key.name]) + 1 for key in workload.keys if workload.depth and key.below == workload.depth]
+    (first, at_first), *rest = sorted(by_depth.items())
     forms = {}
-    for count in COUNTS:
-        first = by_depth[0]
-        at = {point: counts[count] for point, counts in first.items()}
-        if len(by_depth) == 2:
-            at = {point: n + (depth - 1) * (by_depth[1][point][count] - n) for point, n in at.items()}
+    for count in (*COUNTS, *(name for name in OF_TABLES if any(counts[name] for counts in at_first.values()))):
+        at = {point: counts[count] for point, counts in at_first.items()}
+        for _, at_second in rest:
+            more = (max(below, default=depth) if count == "tables_peak" else depth) - first
+            at = {point: n + more * (at_second[point][count] - n) for point, n in at.items()}
         forms[count] = bilinear(at)
     return forms
 
@@ -190,8 +339,9 @@ def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Counts:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             known.append(parameter.grad)
     known += list(model.buffers())
+    tables = [parameter for parameter in model.parameters() if getattr(parameter, "lazy_rows", False)]
     autocast = torch.autocast(device.type, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext()
-    with Tally(known) as tally:
+    with Tally(known, tables) as tally:
         with autocast:
             loss = model(inputs, targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
@@ -199,7 +349,7 @@ def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Counts:
             raise TypeError(f"forward(inputs, targets) gives {found}; it must give the mean cross-entropy, a scalar")
         saved = tally.live
         torch.autograd.backward(loss)
-    return {"flops": tally.flops, "bytes": tally.bytes, "launches": tally.launches, "saved": saved, "peak": tally.peak}
+    return {"saved": saved, **{name: getattr(tally, name) for name in (*COUNTS, *OF_TABLES) if name != "saved"}}
 
 
 class _NoCompiler(ModuleType):

@@ -3,7 +3,8 @@
 A Tally is a dispatch mode, so it sees every operator that reaches a backend, in forward, backward and optimizer alike,
 on real, fake and meta tensors. Bytes alive are the storages that operators made and nobody has let go yet, by weak
 reference: what a custom function keeps for its backward is counted like everything else. Memory that an operator
-takes and returns inside itself is not seen.
+takes and returns inside itself is not seen. An opaque operator costs what is registered beside it. What
+``dormouse::offload`` gives lies in host memory: it and ``dormouse::restore`` move bytes over the link.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.phantom import storage_of, traits_of
+from executor.kernels.registry import costs
+from executor.phantom import Phantom, on_meta, storage_of, traits_of
+from planner.door import Form
 
 aten = torch.ops.aten
 
@@ -34,19 +37,31 @@ _FREE = frozenset(
 _RARE_PRODUCTS = ("convolution", "scaled_dot_product", "scaled_mm", "_attention", "grouped_mm")
 
 
+_GATHERS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index")
+_OFFLOAD, _RESTORE = "dormouse::offload", "dormouse::restore"
+
 Counts = dict[str, int]
 
 
 class Tally(TorchDispatchMode):
     """Counts while entered. ``known``: tensors whose storages are not counted as alive (parameters, gradients, inputs).
+    ``tables``: those of them whose dense gradient, as large as a table, is counted apart: it comes late in backward,
+    and beside it no sum of tokens would be seen.
 
     Attributes: flops (matrix products only), bytes (read and written), launches (operators that are no views), live and
-    peak (bytes alive now, and the most so far).
+    peak (bytes alive now, and the most so far), host (the most bytes that were alive in host memory), link (bytes moved
+    to host memory and back), tables_bytes (read and written of tables' gradients), tables_peak (the most bytes alive
+    beside one).
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self, known: Iterable[Tensor] = (), tables: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = self.bytes = self.launches = self.live = self.peak = 0
+        self.flops = self.bytes = self.launches = self.live = self.peak = self.host = self.link = 0
+        self.tables_bytes = self.tables_peak = 0
+        self._hosted = self._gradients = 0
+        self._sizes = {storage_of(table).nbytes() for table in tables}
+        known = list(known)
+        self._phantoms = any(isinstance(tensor, Phantom) for tensor in known)
         self._known = [storage_of(tensor) for tensor in known]  # kept, so that identities stay unique
         self._alive: dict[int, Any] = {id(storage): storage for storage in self._known}
 
@@ -57,21 +72,39 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if self._phantoms:  # what a phantom does at the end of its own dispatch, without the way there and back
+            with torch._C._DisableTorchDispatch():
+                result = on_meta(func, args, kwargs or {})
+        else:
+            result = func(*args, **(kwargs or {}))
         if func.namespace == "prim":  # questions to a tensor (its device), no operators
             return result
         outputs = list(_tensors((result,)))
-        if not _is_free(func):
+        name = func._schema.name
+        if name in (_OFFLOAD, _RESTORE):
             self.launches += 1
-            self.bytes += sum(map(_moved, _tensors(args))) + sum(map(_moved, outputs))
-            if kwargs:
-                self.bytes += sum(map(_moved, _tensors(kwargs.values())))
+            self.link += sum(map(_moved, outputs))
+        elif not _is_free(func):
+            self.launches += costs[name].launches if name in costs else 1
+            # A gather reads of its source what it gives.
+            read = [*outputs, *_tensors(args[1:])] if name in _GATHERS else [*_tensors(args)]
+            for tensor in (*read, *_tensors((kwargs or {}).values()), *outputs):
+                self._move(tensor)
             self.flops += flops_of(func, args, kwargs or {}, result)
         for output in outputs:
-            self._watch(output)
+            self._watch(output, name == _OFFLOAD)
+        if name in costs and name not in (_OFFLOAD, _RESTORE):
+            self.peak = max(self.peak, self.live + costs[name].temporary(*args, out=result))
         return result
 
-    def _watch(self, tensor: Tensor) -> None:
+    def _move(self, tensor: Tensor) -> None:
+        moved = _moved(tensor)
+        if moved in self._sizes:
+            self.tables_bytes += moved
+        else:
+            self.bytes += moved
+
+    def _watch(self, tensor: Tensor, on_host: bool) -> None:
         storage = storage_of(tensor)
         key = id(storage)
         if key in self._alive:
@@ -80,11 +113,22 @@ class Tally(TorchDispatchMode):
 
         def gone(_: Any) -> None:
             self._alive.pop(key, None)
-            self.live -= nbytes
+            self._grow(-nbytes, on_host)
 
         self._alive[key] = weakref.ref(storage, gone)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
+        self._grow(nbytes, on_host)
+
+    def _grow(self, nbytes: int, on_host: bool) -> None:
+        if on_host:
+            self._hosted += nbytes
+            self.host = max(self.host, self._hosted)
+        elif abs(nbytes) in self._sizes:
+            self._gradients += nbytes
+        else:
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+        if self._gradients:
+            self.tables_peak = max(self.tables_peak, self.live)
 
 
 def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
@@ -124,6 +168,8 @@ _PRODUCTS: dict[Any, Callable[..., int]] = {
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     """Matrix FLOPs of one call: 0 for what is no matrix product, depthwise convolutions included (elementwise work)."""
+    if func._schema.name in costs:
+        return costs[func._schema.name].flops(*args, out=result)
     packet = func._overloadpacket
     if packet in _PRODUCTS:
         tensors = [item for item in args if isinstance(item, Tensor)]
@@ -142,9 +188,6 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
 @cache
 def _is_rare(func: Any) -> bool:
     return any(word in func._schema.name for word in _RARE_PRODUCTS)
-
-
-Form = dict[str, int | float]
 
 
 def bilinear(at: Mapping[tuple[int, int], int]) -> Form:

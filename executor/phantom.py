@@ -57,7 +57,7 @@ class Phantom(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _on_meta(func, args, kwargs or {})
+        return on_meta(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Phantom({tuple(self.shape)}, {self.dtype})"
@@ -73,13 +73,13 @@ class PhantomMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return _on_meta(func, args, kwargs or {})
+        return on_meta(func, args, kwargs or {})
 
 
 _shapes: dict[Any, tuple[Any, ...]] = {}  # what an operator without aliases makes of given shapes
 
 
-def _on_meta(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def on_meta(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on the meta tensors behind its arguments; an argument written in place is returned itself."""
     behind: dict[int, Tensor] = {}
     inner_args = [_enter(item, behind) for item in args]
@@ -100,13 +100,15 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return Phantom(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
 
 
-# Not closures of _on_meta: a recursive closure is a reference cycle, which would keep tensors alive.
+# Not closures of on_meta: a recursive closure is a reference cycle, which would keep tensors alive.
 def _enter(item: Any, behind: dict[int, Tensor]) -> Any:
     """The meta side of an argument, lists included; ``behind`` notes which tensor each meta tensor stands behind."""
     if isinstance(item, Tensor):
         elem = item.elem if isinstance(item, Phantom) else item.to(_META)
         behind[id(elem)] = item
         return elem
+    if isinstance(item, torch.device) and item == _CPU:
+        return _META  # of an operator of ours that takes its device by place
     return [_enter(part, behind) for part in item] if isinstance(item, list | tuple) else item
 
 

@@ -18,7 +18,6 @@ from planner import origin
 
 DONE, FAILED_OVER, UNUSABLE, REFUSED = 0, 1, 2, 3
 _SIGINT, _SIGPIPE = 128 + 2, 128 + 13
-_DEFAULT_MODEL = "tiny"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +88,7 @@ def _plan(asked: Namespace) -> int:
     wanted = request.compose(
         vars(asked), data.describe(asked.data), _source(asked.devices, record), _calibration(asked.calibrate)
     )
-    account = accounts.account(asked.model or _DEFAULT_MODEL, settings, asked.opt or "muon", say=_note)
+    account = accounts.account(asked.model or _default_model(record), settings, asked.opt or "muon", say=_note)
     try:
         plan = compile_plan(wanted, record, account)
     except Refused as refusal:
@@ -98,6 +97,12 @@ def _plan(asked: Namespace) -> int:
     _print(render(plan))
     summarise(plan, Page(sys.stderr))
     return DONE
+
+
+def _default_model(record: Any) -> str:
+    """tiny on CPU ranks, small on cards."""
+    kinds = {device["kind"] for device in record["devices"].values()}
+    return "small" if kinds == {"cuda"} else "tiny"
 
 
 def _source(devices: Any, record: Any) -> str:

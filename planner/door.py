@@ -119,7 +119,8 @@ class MechanismRow(_MechanismRow, total=False):
     holds, ``pinned`` the part of it that is pinned, and ``link`` what a step moves between them. ``excludes``: names of
     mechanisms that cannot be engaged beside it. ``fleet`` False: one rank alone can use it, ``fleet_why`` says why.
     ``alike``: ranks must run on devices of one kind. ``toolchain``: packages that must be there and serve the card.
-    ``error``: of an approximate one, how far off it was measured to be.
+    ``error``: of an approximate one, how far off it was measured to be. ``order``: its place among all, set by the
+    account: JSON keeps no order.
     """
 
     variant: str
@@ -137,12 +138,24 @@ class MechanismRow(_MechanismRow, total=False):
     alike: bool
     toolchain: list[str]
     error: str
+    order: int
 
 
 def counted_as(kernel: str, choice: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """The row under whose name the account counts ``choice`` of ``kernel``."""
     row = next(row for row in rows[kernel] if row["name"] == choice)
     return str(row.get("counts_as", choice))
+
+
+def reachable(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows that auto may choose: all to the first that needs nothing of its rank, since that one always serves."""
+    found: list[Mapping[str, Any]] = []
+    for row in rows:
+        found.append(row)
+        everywhere = {"cpu", "cuda"} <= set(row["devices"]) and {"fp32", "bf16", "fp16"} <= set(row["dtypes"])
+        if everywhere and not row["toolchain"] and row["min_sm"] is None:
+            break
+    return found
 
 
 def kernel_set(choices: Mapping[str, str], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

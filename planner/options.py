@@ -77,7 +77,8 @@ def _plan() -> Parser:
     made = _made("plan", "Plan a training run for this machine and print the sealed plan on stdout.", _EPILOG)
     _devices(made)
     add = _adder(made)
-    add("--model", request.model, "WORKLOAD", "a workload's name, or module:attribute (default: tiny on a CPU)")
+    default = "default: tiny on a CPU, small on a card"
+    add("--model", request.model, "WORKLOAD", f"a workload's name, or module:attribute ({default})")
     made.add_argument(
         "--set", type=request.setting, action="append", metavar="KEY=VALUE", help="the workload's own configuration"
     )
@@ -90,6 +91,7 @@ def _plan() -> Parser:
     add("--capacity", request.capacity, "SPLIT", "auto, equal, or one a rank: B0,B1,... or B0xT0,B1xT1,...")
     add("--fit", request.fit, "N[,...]", "off, auto, or GB (10^9 bytes; GiB accepted) for all or one a rank")
     _choice(made, "--fit-policy", ("cheapest", "in-order"), "with --fit: how mechanisms are engaged until it fits")
+    add("--mechanisms", request.mechanisms, "NAME[,...]", "memory mechanisms to engage whatever the budget")
     _choice(made, "--opt", ("muon", "adamw"), "optimizer of the matrices")
     _choice(made, "--shard", ("none", "fsdp"), "whether parameters are sharded over the ranks")
     _choice(made, "--reduce", request.DTYPES, "dtype of the gradient all-reduce")

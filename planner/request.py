@@ -19,7 +19,10 @@ LARGEST_COUNT = 2**53  # beyond it a JSON number is not exact
 MOST_RANKS = 4096
 LARGEST_WEIGHT = 10**6
 MOST_SET_KEYS = 256
-PLAIN = ("model", "batch", "seq", "steps", "seed", "dtype", "capacity", "fit", "fit_policy", "opt", "shard", "reduce")
+PLAIN = (
+    *("model", "batch", "seq", "steps", "seed", "dtype", "capacity", "fit", "fit_policy", "mechanisms", "opt"),
+    *("shard", "reduce"),
+)
 """The request's keys that hold an option's parsed value as it is."""
 
 _FIT_UNITS = {"": 10**9, "GB": 10**9, "GIB": 2**30}
@@ -109,6 +112,17 @@ def _budget(part: str) -> int:
     if not 0 < size <= LARGEST_COUNT:
         raise Usage(f"--fit has {_shown(part)}: that is {size} bytes; it is 1 byte to 2^53")
     return size
+
+
+def mechanisms(text: str) -> list[str]:
+    """Names of memory mechanisms, each once; which there are is the workload's."""
+    names = _parts(text, "--mechanisms")
+    strange = [name for name in names if not _KEY.fullmatch(name)]
+    if strange:
+        raise Usage(f"--mechanisms has {_shown(strange[0])}: not a mechanism's name, as in recompute or act_ckpt")
+    if len(set(names)) < len(names):
+        raise Usage("--mechanisms names one twice")
+    return names
 
 
 def setting(text: str) -> tuple[str, str]:

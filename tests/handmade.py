@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from planner.request import PLAIN
 from schemas.document import decision, reading, unknown
 from schemas.seal import append_run, seal
 
@@ -21,23 +22,9 @@ def _computed(value: float, unit: str, *inputs: str, **more: Any) -> dict[str, A
 
 def request(**asked: Any) -> dict[str, Any]:
     """A request with everything null but ``asked``."""
-    plain = (
-        "model",
-        "batch",
-        "seq",
-        "steps",
-        "seed",
-        "dtype",
-        "capacity",
-        "fit",
-        "fit_policy",
-        "opt",
-        "shard",
-        "reduce",
-    )
     source = {"name": "stdlib", "weight": 1, "length": None, "sha256": None}
     body: dict[str, Any] = {"devices": "cpu:2", "set": {}, "data": [source], "benchmark": False, "calibrate": []}
-    return {**body, **dict.fromkeys(plain), **asked}
+    return {**body, **dict.fromkeys(PLAIN), **asked}
 
 
 def body(*, rate: float = 50e9, batch: int = 4, asked: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from schemas.form import render
 from schemas.seal import seal
 
 FORM = {"one": 1, "b": 2, "t": 3, "bt": 4}
-COST = {"flops": FORM, "bytes": FORM, "launches": FORM, "saved": FORM, "peak": FORM}
+COST = dict.fromkeys(("flops", "bytes", "launches", "saved", "peak", "host", "link"), FORM)
 UPDATE = {"flops": 1, "bytes": 1, "launches": 1, "temporary": 1}
 
 
@@ -24,20 +24,22 @@ def _account(model: str = "tiny") -> bytes:
         seal(
             {
                 "format": "dormouse.account",
-                "format_version": 1,
+                "format_version": 2,
                 "made_from": {"model": model, "set": {}, "opt": "muon", "torch": "2", "source": "ab" * 32},
                 "digest": "cd" * 32,
                 "defaults": {"batch": 4, "seq": 128, "steps": 60},
                 "config": {"layers": {"asked": None, "chosen": 4, "why": "preset"}},
                 "granule": 16,
-                "parameters": {"muon": 1, "adamw": 1},
-                "tensors": {"muon": 1, "adamw": 1},
+                "parameters": {"muon": 1, "adamw": 1, "tables": 0},
+                "tensors": {"muon": 1, "adamw": 1, "tables": 0},
                 "matrices": [{"name": "w", "shape": [2, 2]}],
                 "shapes": {"fp32": {}, "bf16": {}},
                 "apply": {"fp32": UPDATE, "bf16": UPDATE},
-                "adamw": UPDATE,
-                "compute": {"fp32": {"plain": COST}},
+                "adamw": {"ieee": UPDATE, "fused": UPDATE, "8bit": UPDATE},
+                "tables": UPDATE,
+                "compute": {"none": {"fp32": {"plain": COST}}},
                 "kernels": {},
+                "kernel_shapes": {},
                 "mechanisms": {},
             }
         )

@@ -40,10 +40,10 @@ def test_the_matrix_of_the_specification_holds_row_by_row(row: dict[str, Any]) -
 
 @pytest.mark.parametrize("row", MATRIX, ids=lambda row: row["generation"])
 def test_a_plan_runs_what_the_matrix_says_runs_and_counts_what_it_could(row: dict[str, Any]) -> None:
-    plan = compile_plan(request(), _machine({"sm": [row["sm"]]}), account())
+    plan = compile_plan(request(), _machine({"sm": [row["sm"]], "device": {"name": row["example"]}}), account())
     dtype = plan["ranks"][0]["dtype"]
     assert dtype["chosen"] == row["runs"]
-    assert dtype["outcome"] == ("default" if row["auto"] == row["runs"] == "bf16" else "fallback")
+    assert dtype["outcome"] == ("fallback" if row["runs"] == "fp32" else "default")
     assert plan["counts"]["dtype"][row["runs"]] == 1
     assert plan["counts"]["capability"] == {"bf16": int(row["bf16"]), "fp16": int(row["fp16"]), "fp32": 1}
     assert f"bf16={int(row['bf16'])} fp16={int(row['fp16'])}" in dtype["why"] or row["bf16"]

@@ -27,9 +27,9 @@ def _opt(asked: dict[str, Any]) -> dict[str, Any]:
     found = account()
     if asked.get("opt") == "adamw":
         found["made_from"]["opt"] = "adamw"
-        found["parameters"] = {"muon": 0, "adamw": sum(found["parameters"].values())}
+        found["parameters"] = {"muon": 0, "adamw": sum(found["parameters"].values()), "tables": 0}
         found["matrices"], found["shapes"] = [], {"fp32": {}, "bf16": {}}
-        found["apply"] = dict.fromkeys(["fp32", "bf16"], dict.fromkeys(found["adamw"], 0))
+        found["apply"] = dict.fromkeys(["fp32", "bf16"], dict.fromkeys(found["tables"], 0))
     return found
 
 
@@ -38,12 +38,13 @@ def _linear(samples: float = 1e9) -> dict[str, Any]:
     and gradients cost nothing to speak of: what the golden numbers of ideal splits are about."""
     found = account()
     nothing = {"one": 0, "b": 0, "t": 0, "bt": 0}
-    for variants in found["compute"].values():
-        for forms in variants.values():
+    for by_dtype in found["compute"].values():
+        for forms in [forms for by_variant in by_dtype.values() for forms in by_variant.values()]:
             forms |= {"flops": {**nothing, "b": samples}, "bytes": nothing, "launches": nothing, "peak": nothing}
-    found["adamw"] = dict.fromkeys(found["adamw"], 0)
-    found["apply"] = dict.fromkeys(["fp32", "bf16"], found["adamw"])
-    found["parameters"] = {"muon": 0, "adamw": 1000}
+    free = dict.fromkeys(found["tables"], 0)
+    found["adamw"] = dict.fromkeys(found["adamw"], free)
+    found["apply"] = dict.fromkeys(["fp32", "bf16"], free)
+    found["parameters"] = {"muon": 0, "adamw": 1000, "tables": 0}
     found["matrices"], found["shapes"] = [], {"fp32": {}, "bf16": {}}
     return found
 
@@ -148,7 +149,7 @@ def test_an_ideal_split_gives_the_golden_shares_and_gains(speeds: list[float], s
 
 def test_a_fleet_slower_than_its_best_card_alone_says_so() -> None:
     work = _linear(1e3)
-    work["parameters"] = {"muon": 0, "adamw": 10**9}
+    work["parameters"] = {"muon": 0, "adamw": 10**9, "tables": 0}
     plan = compile_plan(request(), fleet(4e12, 1e12), work)
     assert plan["step"]["gain_over_best"]["value"] < 0.1
     assert "SLOWER" in plan["step"]["verdict"]["value"]
@@ -225,7 +226,7 @@ def test_owners_finish_within_twice_the_best_assignment(costs: list[float], spee
 
 def test_a_rank_is_capped_by_its_memory_and_the_others_take_the_rest() -> None:
     found = fleet(1e12, 1e12)
-    found["devices"]["GPU-1"]["memory_free"]["value"] = 512 * 2**20 + 200 * 10**6
+    found["devices"]["GPU-1"]["memory_free"]["value"] = 512 * 2**20 + 120 * 10**6
     plan = compile_plan(request(batch=16), found, account())
     batches = {rank: entry["batch"]["chosen"] for entry in plan["ranks"] for rank in entry["members"]}
     assert batches[0] + batches[1] == 32 and batches[1] < batches[0]
@@ -236,8 +237,12 @@ def test_a_rank_is_capped_by_its_memory_and_the_others_take_the_rest() -> None:
 @pytest.mark.parametrize("row", cases("refusals.json"), ids=lambda row: row["name"])
 def test_what_cannot_be_honoured_is_refused_with_four_parts(row: dict[str, Any]) -> None:
     found = fleet(*row["fleet"], sm=row.get("sm", "8.6"), free=row.get("free", 10**12))
+    work = _opt(row["request"])
+    for key, asked in row.get("config", {}).items():
+        work["config"][key] = {"asked": asked, "chosen": asked, "why": "asked for"}
+    work["mechanisms"] |= row.get("mechanisms", {})
     with pytest.raises(Refused) as caught:
-        compile_plan(request(**row["request"]), found, _opt(row["request"]))
+        compile_plan(request(**row["request"]), found, work)
     assert row["code"] in [refusal.code for refusal in caught.value.refusals]
     text = caught.value.text()
     for words in (f"refused ({row['code']})", "found:", "why:", "to fix:", *row["says"]):
@@ -261,10 +266,10 @@ def test_cpu_and_cuda_ranks_are_not_mixed() -> None:
 def test_a_kernel_asked_for_where_it_cannot_run_is_refused_and_auto_falls_back_counted() -> None:
     work = account()
     work["kernels"]["kda"].insert(
-        0, {**work["kernels"]["kda"][0], "name": "fast", "devices": ["cuda"], "min_sm": "9.0"}
+        0, {**work["kernels"]["kda"][0], "name": "fast", "counts_as": "chunk_fla", "min_sm": "9.0"}
     )
     plan = compile_plan(request(), fleet(1e12), work)
-    assert plan["ranks"][0]["kernels"]["kda"]["chosen"] == "chunk_torch" and plan["counts"]["fallbacks"] == 1
+    assert plan["ranks"][0]["kernels"]["kda"]["chosen"] == "chunk_fla" and plan["counts"]["fallbacks"] == 1
     assert "needs sm_90, and this card is sm_86" in str(plan["ranks"][0]["kernels"]["kda"]["rejected"])
     work["config"]["kda"] |= {"asked": "fast", "chosen": "fast"}
     with pytest.raises(Refused) as caught:
@@ -276,7 +281,8 @@ def test_a_kernel_asked_for_where_it_cannot_run_is_refused_and_auto_falls_back_c
     ("sm", "chosen", "outcome"),
     [
         *[(sm, "bf16", "default") for sm in ("12.0", "8.9", "8.6", "8.0")],
-        *[(sm, "fp32", "fallback") for sm in ("7.5", "7.0", "6.1", "5.2")],
+        *[(sm, "fp16", "default") for sm in ("7.5", "7.0", "6.1", "5.3")],
+        ("5.2", "fp32", "fallback"),
     ],
 )
 def test_auto_takes_the_best_rung_a_card_has_and_counts_what_it_gave_up(sm: str, chosen: str, outcome: str) -> None:
@@ -287,7 +293,9 @@ def test_auto_takes_the_best_rung_a_card_has_and_counts_what_it_gave_up(sm: str,
     assert plan["counts"]["capability"]["fp16"] == (sm != "5.2") and plan["counts"]["capability"]["bf16"] == (
         chosen == "bf16"
     )
-    assert plan["counts"]["fallbacks"] == (outcome == "fallback")
+    kernel = plan["ranks"][0]["kernels"]["kda"]
+    assert kernel["chosen"] == ("chunk_fla" if chosen == "bf16" else "chunk_torch")
+    assert plan["counts"]["fallbacks"] == (outcome == "fallback") + (kernel["outcome"] == "fallback")
 
 
 def test_ranks_of_unlike_dtypes_reduce_in_fp32_and_say_so() -> None:
@@ -328,7 +336,7 @@ def test_a_ranks_limit_is_the_least_of_budget_and_memory(
 @pytest.mark.parametrize(
     ("asked", "way"),
     [
-        ({"batch": 40}, "--batch "),
+        ({"batch": 100}, "--batch "),
         ({"capacity": [[40, None], [40, None]]}, "--capacity "),
         ({"batch": 40, "capacity": "equal"}, "--batch "),
         ({"batch": 4, "seq": 4096}, "--seq "),

@@ -137,9 +137,8 @@ def test_nothing_asked_is_a_request_of_nulls() -> None:
         "model": None,
         "set": {},
         "data": [{"name": "stdlib", "weight": 1, "length": None, "sha256": None}],
-        **dict.fromkeys(
-            ["batch", "seq", "steps", "seed", "dtype", "capacity", "fit", "fit_policy", "opt", "shard", "reduce"]
-        ),
+        **dict.fromkeys(["batch", "seq", "steps", "seed", "dtype", "capacity", "fit", "fit_policy", "mechanisms"]),
+        **dict.fromkeys(["opt", "shard", "reduce"]),
         "benchmark": False,
         "calibrate": [],
     }

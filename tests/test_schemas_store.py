@@ -17,7 +17,7 @@ from schemas import store
 from schemas.document import reading, tally
 from schemas.form import Unfaithful, parse, render
 from schemas.seal import append_run, canonical_digest, locator, seal, verify
-from worlds import compiled, recorded_plan, run_of
+from worlds import CASES, compiled, recorded_plan, run_of
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_a_changed_measurement_is_traced_to_its_run_and_line(plan: dict) -> None
 @pytest.mark.parametrize(
     ("pointer", "value", "says"),
     [
-        ("/counts/fallbacks", 3, "/counts/fallbacks: says 3; the body holds 0"),
+        ("/counts/fallbacks", 3, "/counts/fallbacks: says 3; the body holds 1"),
         ("/counts/dtype/bf16", 1, "/counts/dtype: says"),
         ("/ranks/0/step/compute/weakest", "probed", "/ranks/0/step/compute: says its weakest basis is probed"),
         ("/ranks/0/step/compute/inputs/0", "/ranks/9", "/ranks/0/step/compute: its input /ranks/9 names nothing"),
@@ -260,3 +260,12 @@ def test_where_no_plan_lies_the_run_is_recorded_in_a_new_one(tmp_path: Path) -> 
     path, base = tmp_path / "plan.json", compiled()
     store.record(path, append_run(base, run_of(base)), run_of(base, id="run-2"))
     assert [run["id"] for run in store.load(path)["runs"]] == ["run-1", "run-2"]
+
+
+def test_an_account_of_the_first_version_is_still_read() -> None:
+    assert store.load(CASES / "accounts" / "tiny-1.json", "dormouse.account")["format_version"] == 1
+
+
+@pytest.mark.parametrize("path", sorted((CASES.parent.parent / "plans").glob("*.json")), ids=lambda path: path.stem)
+def test_a_plan_that_was_kept_with_its_runs_is_still_read(path: Path) -> None:
+    assert store.load(path)["runs"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.passes.compile import compile_plan
+from planner.request import PLAIN
 from schemas.document import reading
 from schemas.seal import append_run, seal
 from schemas.store import load
@@ -39,9 +40,7 @@ def account(name: str = "tiny") -> dict[str, Any]:
 
 def request(**asked: Any) -> dict[str, Any]:
     """The request with nothing asked but ``asked``."""
-    nothing = dict.fromkeys(
-        ["model", "batch", "seq", "steps", "seed", "dtype", "capacity", "fit", "fit_policy", "opt", "shard", "reduce"]
-    )
+    nothing = dict.fromkeys(PLAIN)
     stdlib = {"name": "stdlib", "weight": 1, "length": None, "sha256": None}
     return {"devices": "auto", "set": {}, "data": [stdlib], "benchmark": False, "calibrate": [], **nothing, **asked}
 
@@ -72,11 +71,13 @@ def fleet(*speeds: float, free: int | None = 10**12, sm: str = "8.6") -> dict[st
             "mig": reading("off", "", "declared", "made up"),
             "compute_mode": reading("default", "", "declared", "made up"),
             "rate_bf16": reading(speed, "FLOP/s", "benchmarked", "made up"),
+            "rate_fp16": reading(speed, "FLOP/s", "benchmarked", "made up"),
             "rate_fp32": reading(speed / 2, "FLOP/s", "benchmarked", "made up"),
             "bandwidth": reading(1e15, "B/s", "benchmarked", "made up"),
             "launch_seconds": reading(1e-12, "s", "benchmarked", "made up"),
         }
-    build = {"torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9"}
+    build = {"torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "triton": "3.6.0", "fla-core": "0.6.0"}
+    build |= {"bitsandbytes": "0.50.2"}
     installed = {name: reading(version, "", "declared", "made up") for name, version in build.items()}
     return seal({**found, "toolchain": found["toolchain"] | installed, "devices": devices})
 

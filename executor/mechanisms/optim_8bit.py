@@ -23,6 +23,8 @@ ROW: MechanismRow = {
     "scope": SCOPE,
     "exact": EXACT,
     "component": "adamw_state",
+    "alike": True,
+    "toolchain": ["bitsandbytes"],
     "devices": ["cpu", "cuda"],
     "why": f"moments in codes of 8 bits and a maximum every {BLOCK} elements; tensors under {LEAST_ELEMENTS} keep fp32",
     "error": f"after 50 steps the way of the weights differs by {ERROR:.1%} of its length",

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from planner.passes.cost import Rank, shape_name
+from planner.passes.cost import Rank
 from planner.passes.layout import device_pointer, per_rank
 from planner.passes.ledger import Ledger
-from planner.passes.mechanisms import least_seconds, open_sets
-from planner.passes.ranks import rank_facts, set_limit, world_size
+from planner.passes.mechanisms import least_seconds, offer
+from planner.passes.ranks import matrix_flops, rank_facts, set_limit, world_size
 from planner.passes.split import Curve, Group, assign_owners, largest_within, split_samples
 from schemas.form import Json
 
@@ -35,7 +35,7 @@ def _owners(ledger: Ledger, account: Mapping[str, Json]) -> None:
     ranks = sorted((rank, place) for place, entry in enumerate(ledger.draft["ranks"]) for rank in entry["members"])
     rates = [ledger.draft["ranks"][place]["rates"]["products"]["value"] for _, place in ranks]
     speeds = [1.0] * len(rates) if None in rates else rates
-    costs = [account["shapes"]["fp32"][shape_name(matrix)]["flops"] for matrix in account["matrices"]]
+    costs = [matrix_flops(account, place) for place in range(len(account["matrices"]))]
     owners = assign_owners(costs, speeds)
     why = "longest job first, each to the rank that finishes it soonest"
     why += ", all ranks taken as equal: a rate is unknown" if None in rates else ""
@@ -97,13 +97,13 @@ def _even(ledger: Ledger, request: Mapping[str, Json], batch: int, why: str, out
 
 
 def _groups(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> list[Group] | None:
-    groups = []
+    groups, offers = [], offer(ledger.draft, request, account)
     for place, entry in enumerate(ledger.draft["ranks"]):
         facts, length = rank_facts(ledger.draft, account, place), entry["seq"]["chosen"]
         if facts.rates is None:
             return None
         limit = entry["memory"]["limit"]["value"]
-        sets = open_sets(account["mechanisms"], facts.kind, request["fit"])
+        sets = offers.open_sets(facts.kind, request["fit"])
 
         def seconds(b: int, facts: Rank = facts, length: int = length, sets: Any = sets, limit: Any = limit) -> float:
             return least_seconds(facts, b, length, sets, limit)

@@ -5,9 +5,11 @@ b is the rank's batch in sequences, t its length in bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.door import kernel_set
 from schemas.form import Json
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -15,6 +17,10 @@ MASTER_BYTES = 4
 GRADIENT_BYTES = 4
 MOMENTUM_BYTES = 4
 ADAMW_BYTES = 8
+TABLES_BYTES = 8
+STATE = ("masters", "gradients", "muon_momentum", "adamw_state", "tables_state", "staging", "workspace")
+"""Components of memory that are held from step to step."""
+COMPONENTS = (*STATE, "activations", "buckets", "update")
 PACKING_LAUNCHES = 2  # operators to pack one owned update: a slice taken, a copy into it
 UNIT_RATES = (1.0, float("inf"), 0.0)  # where rates are unknown and a measured ratio is seconds a FLOP
 BACKWARD_SHARE = 2 / 3  # of forward and backward: two of a layer's three products
@@ -26,15 +32,19 @@ def polynomial(form: Mapping[str, float], b: int, t: int, granule: int) -> float
     return form["one"] + form["b"] * b + form["t"] * padded + form["bt"] * b * padded
 
 
-def seconds(kind: str, flops: float, moved: float, launches: float, rates: Sequence[float]) -> float:
-    """Time of ``flops`` of products, ``moved`` bytes and ``launches`` operators at rates (FLOP/s, B/s, s a launch).
+def seconds(
+    kind: str, flops: float, moved: float, launches: float, rates: Sequence[float], carried: float = 0.0
+) -> float:
+    """Time of ``flops`` of products, ``moved`` bytes and ``launches`` operators at rates (FLOP/s, B/s, s a launch), and
+    of ``carried`` bytes to host memory and back at a fourth rate (B/s; without it they take no time).
 
-    A CPU runs its operators one after the other, dispatch included; a GPU computes while its host launches, so the
-    longer of the two binds.
+    A CPU runs its operators one after the other, dispatch included; a GPU computes and copies while its host launches,
+    so the longest of the three binds.
     """
-    products, bandwidth, launch = rates
+    products, bandwidth, launch, *link = rates
     work = flops / products + moved / bandwidth
-    return launches * launch + work if kind == "cpu" else max(launches * launch, work)
+    copies = carried / link[0] if link else 0.0
+    return launches * launch + work + copies if kind == "cpu" else max(launches * launch, work, copies)
 
 
 def exposed_seconds(own: float, slowest: float, all_reduce: float, buckets: float) -> float:
@@ -62,49 +72,82 @@ class Rank:
 
     kind: str
     dtype: str
+    kernels: Mapping[str, str]
     rates: tuple[float, float, float] | None
+    link_rate: float  # bytes a second between the device and host memory
     account: Mapping[str, Json]
     owned: tuple[int, ...]  # indices of the matrices whose momentum this rank holds
     updated: tuple[int, ...]  # of those whose update it computes: of alike ranks, the slowest one's
     most_owned: int  # elements of the matrices of the rank that owns most
     world: int
     newton_schulz: str  # the dtype of the matrices' updates
+    adamw: str  # the variant of AdamW, where no mechanism puts another in its place
     reduce_bytes: int
     workspace: int  # bytes that the device's libraries hold throughout
     overhead: float  # what the allocator takes for a byte asked of it
     compute_ratios: Sequence[Sequence[float]] = ()  # (batch, measured / modelled, low, high), by rising batch
     optimizer_ratios: Sequence[Sequence[float]] = ()
 
+    def _rows(self, mechanisms: Collection[str]) -> list[Mapping[str, Json]]:
+        """The account's rows of ``mechanisms``, in their order."""
+        rows = [row for name, row in self.account["mechanisms"].items() if name in mechanisms]
+        return sorted(rows, key=lambda row: int(row["order"]))
+
     def variant(self, mechanisms: Collection[str]) -> Mapping[str, Mapping[str, float]]:
         """The account's forward and backward under ``mechanisms``."""
-        rows = self.account["mechanisms"]
-        name = next((rows[item]["variant"] for item in mechanisms if "variant" in rows.get(item, {})), "plain")
+        name = "+".join(row["variant"] for row in self._rows(mechanisms) if "variant" in row) or "plain"
         dtype = "bf16" if self.dtype == "fp16" else self.dtype  # the two are equally wide
-        found: Mapping[str, Mapping[str, float]] = self.account["compute"][dtype][name]
+        by_dtype = self.account["compute"][kernel_set(self.kernels, self.account["kernels"])]
+        # A kernel that does not take the dtype is refused, but not before the draft is whole.
+        found: Mapping[str, Mapping[str, float]] = by_dtype.get(dtype, next(iter(by_dtype.values())))[name]
         return found
 
-    def work(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, float]:
-        """FLOPs of products, bytes moved and operators launched by forward and backward."""
-        forms = self.variant(mechanisms)
-        granule = self.account["granule"]
-        return {key: polynomial(forms[key], b, t, granule) for key in ("flops", "bytes", "launches")}
+    def _tables(self, mechanisms: Collection[str]) -> int:
+        """Elements of the tables that lie on the device."""
+        moved = any(row.get("moves") == "tables" for row in self._rows(mechanisms))
+        return 0 if moved else int(self.account["parameters"]["tables"])
 
-    def update_work(self) -> dict[str, float]:
-        """The same of the optimizer: Newton-Schulz of the owned matrices by stacked shape, all matrices' updates
-        applied, and AdamW."""
-        shapes = self.account["shapes"][self.newton_schulz]
-        names = [shape_name(self.account["matrices"][place]) for place in self.updated]
-        everywhere = (self.account["adamw"], self.account["apply"][self.newton_schulz])
-        total = {key: float(sum(counts[key] for counts in everywhere)) for key in ("flops", "bytes", "launches")}
-        for key in ("flops", "bytes"):
-            total[key] += sum(shapes[name][key] for name in names)
-        total["launches"] += sum(shapes[name]["launches"] for name in set(names))
+    def elements(self, mechanisms: Collection[str]) -> int:
+        """Elements of the parameters that lie on the device."""
+        counts = self.account["parameters"]
+        return int(counts["muon"] + counts["adamw"]) + self._tables(mechanisms)
+
+    def work(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, float]:
+        """FLOPs of products, bytes moved, operators launched by forward and backward, and bytes to the host and back
+        (``link``)."""
+        forms, granule = self.variant(mechanisms), self.account["granule"]
+        total = {key: polynomial(forms[key], b, t, granule) for key in ("flops", "bytes", "launches", "link")}
+        if self._tables(mechanisms) and "tables_bytes" in forms:
+            total["bytes"] += polynomial(forms["tables_bytes"], b, t, granule)
+        total["link"] += self._of_rows("link", b, t, mechanisms)
         return total
 
-    def update_seconds(self) -> float:
+    def _of_rows(self, key: str, b: int, t: int, mechanisms: Collection[str]) -> float:
+        rows = (row for row in self._rows(mechanisms) if key in row)
+        return sum(polynomial(row[key], b, t, self.account["granule"]) for row in rows)
+
+    def update_work(self, mechanisms: Collection[str] = ()) -> dict[str, float]:
+        """The same of the optimizer: Newton-Schulz of the owned matrices by stacked shape, all matrices' updates
+        applied, AdamW, and the tables' rows."""
+        shapes, matrices = self.account["shapes"][self.newton_schulz], self.account["matrices"]
+        everywhere = [self._adamw(mechanisms), self.account["apply"][self.newton_schulz]]
+        everywhere += [self.account["tables"]] if self._tables(mechanisms) else []
+        total = {key: float(sum(counts[key] for counts in everywhere)) for key in ("flops", "bytes", "launches")}
+        for key in ("flops", "bytes"):
+            total[key] += sum(many(matrices[i]) * shapes[shape_name(matrices[i])][key] for i in self.updated)
+        total["launches"] += sum(shapes[name]["launches"] for name in {shape_name(matrices[i]) for i in self.updated})
+        return total
+
+    def _adamw(self, mechanisms: Collection[str]) -> Mapping[str, Json]:
+        """The counts of the AdamW that runs: a mechanism that fixes its state's bytes is an AdamW of its own."""
+        replaced = any(row.get("component") == "adamw_state" and "bytes" in row for row in self._rows(mechanisms))
+        found: Mapping[str, Json] = self.account["adamw"]["8bit" if replaced else self.adamw]
+        return found
+
+    def update_seconds(self, mechanisms: Collection[str] = ()) -> float:
         """The optimizer's step, without sending updates. The rank's rates must be known."""
         assert self.rates is not None
-        work = self.update_work()
+        work = self.update_work(mechanisms)
         modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
         return modelled * ratio_at(self.optimizer_ratios, 0)
 
@@ -116,7 +159,8 @@ class Rank:
         """t_r(b): forward and backward without exchange. The rank's rates must be known."""
         assert self.rates is not None
         work = self.work(b, t, mechanisms)
-        modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
+        rates = (*self.rates, self.link_rate)
+        modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], rates, work["link"])
         return modelled * ratio_at(self.compute_ratios, b)
 
     def sample_seconds(self, b: int, t: int) -> float:
@@ -128,34 +172,49 @@ class Rank:
 
     def memory(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, int]:
         """Bytes by component; every state that the optimizer will ever make is counted from the start."""
-        counts = self.account["parameters"]
-        elements = counts["muon"] + counts["adamw"]
-        momentum = MOMENTUM_BYTES * sum(self._elements(place) for place in self.owned)
-        for name in mechanisms:
-            row = self.account["mechanisms"].get(name, {})
-            if row.get("component") == "muon_momentum":
-                momentum = int(momentum * row["factor"])
-        form = self.variant(mechanisms)["peak"]
-        return {
+        tables, elements = self._tables(mechanisms), self.elements(mechanisms)
+        found = {
             "masters": MASTER_BYTES * elements,
             "gradients": GRADIENT_BYTES * elements,
-            "muon_momentum": momentum,
-            "adamw_state": ADAMW_BYTES * counts["adamw"],
-            "activations": round(polynomial(form, b, t, self.account["granule"])),
+            "muon_momentum": MOMENTUM_BYTES * sum(self._elements(place) for place in self.owned),
+            "adamw_state": ADAMW_BYTES * int(self.account["parameters"]["adamw"]),
+            "tables_state": TABLES_BYTES * tables,
+            "staging": round(self._of_rows("staging", b, t, mechanisms)),
+            "activations": self._activations(b, t, mechanisms),
             "buckets": self.reduce_bytes * elements if self.world > 1 and self.reduce_bytes < GRADIENT_BYTES else 0,
-            "update": self._update_bytes(),
+            "update": self._update_bytes(mechanisms),
             "workspace": self.workspace,
         }
+        for row in self._rows(mechanisms):
+            if "component" in row:
+                name = row["component"]
+                found[name] = row["bytes"] if "bytes" in row else int(found[name] * row["factor"])
+        return found
+
+    def hosted(self, b: int, t: int, mechanisms: Collection[str] = ()) -> tuple[int, int]:
+        """(bytes that mechanisms hold in host memory, how many of them are pinned)."""
+        offloaded = polynomial(self.variant(mechanisms)["host"], b, t, self.account["granule"])
+        held, pinned = (offloaded + self._of_rows(key, b, t, mechanisms) for key in ("host", "pinned"))
+        return round(held), 0 if self.kind == "cpu" else round(pinned)
 
     def peak(self, b: int, t: int, mechanisms: Collection[str] = ()) -> float:
-        """The higher of the two peaks, with the allocator's overhead."""
-        return max(peaks(self.memory(b, t, mechanisms))) * self.overhead
+        """The higher of the two peaks, with the allocator's overhead. A CPU's own memory is the host's."""
+        beside = self.hosted(b, t, mechanisms)[0] if self.kind == "cpu" else 0
+        return (max(peaks(self.memory(b, t, mechanisms))) + beside) * self.overhead
+
+    def _activations(self, b: int, t: int, mechanisms: Collection[str]) -> int:
+        """The most bytes alive in forward and backward: as a rule where backward begins, else beside a table's
+        gradient."""
+        forms, granule, tables = self.variant(mechanisms), self.account["granule"], self._tables(mechanisms)
+        most = polynomial(forms["peak"], b, t, granule)
+        if tables and "tables_peak" in forms:
+            most = max(most, polynomial(forms["tables_peak"], b, t, granule) + GRADIENT_BYTES * tables)
+        return round(most)
 
     def _elements(self, place: int) -> int:
-        rows, columns = self.account["matrices"][place]["shape"][-2:]
-        return int(rows * columns)
+        return math.prod(self.account["matrices"][place]["shape"])
 
-    def _update_bytes(self) -> int:
+    def _update_bytes(self, mechanisms: Collection[str]) -> int:
         """Temporaries at the optimizer's peak. Owned shapes are updated stack by stack, each beside the updates before
         it; then, on a fleet, all are packed into one buffer as wide as the largest owner; then applied; then AdamW."""
         shapes, width = self.account["shapes"][self.newton_schulz], DTYPE_BYTES[self.newton_schulz]
@@ -164,19 +223,21 @@ class Rank:
             stacks.setdefault(shape_name(self.account["matrices"][place]), []).append(place)
         done = highest = 0
         for name, places in stacks.items():
-            highest = max(highest, done + len(places) * int(shapes[name]["temporary"]))
+            count = sum(many(self.account["matrices"][place]) for place in places)
+            highest = max(highest, done + count * int(shapes[name]["temporary"]))
             done += width * sum(self._elements(place) for place in places)
         received = self.world * self.most_owned * width if self.world > 1 else done
         packing = done + received if self.world > 1 else done
         if self.world > 1 and self.kind == "cpu":
             packing = max(packing, 2 * received)  # gloo gathers into a buffer of its own
         applying = received + int(self.account["apply"][self.newton_schulz]["temporary"])
-        return max(highest, packing, applying, int(self.account["adamw"]["temporary"]))
+        rows = int(self.account["tables"]["temporary"]) if self._tables(mechanisms) else 0
+        return max(highest, packing, applying, int(self._adamw(mechanisms)["temporary"]), rows)
 
 
 def peaks(components: Mapping[str, float]) -> tuple[float, float]:
     """(backward's peak, the optimizer's peak) of the bytes by component."""
-    state = sum(components[name] for name in ("masters", "gradients", "muon_momentum", "adamw_state", "workspace"))
+    state = sum(components[name] for name in STATE)
     # DDP holds a bucket's narrower copy until the next backward, so the optimizer runs beside it.
     return state + components["activations"] + components["buckets"], state + components["update"] + components[
         "buckets"
@@ -186,3 +247,8 @@ def peaks(components: Mapping[str, float]) -> tuple[float, float]:
 def shape_name(matrix: Mapping[str, Json]) -> str:
     rows, columns = matrix["shape"][-2:]
     return f"{rows}x{columns}"
+
+
+def many(matrix: Mapping[str, Json]) -> int:
+    """How many matrices one row of the account stands for: the experts of a stack."""
+    return math.prod(matrix["shape"][:-2])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.passes import constants
 from planner.passes.ledger import Ledger
-from planner.passes.mechanisms import Mechanisms, names_of, subsets
+from planner.passes.mechanisms import Mechanisms, Offer, offer
 from planner.passes.memory import put_memory
 from planner.passes.ranks import rank_facts
 from planner.views.words import size
@@ -38,12 +38,18 @@ def fit(
     return ledger.draft
 
 
+def told(row: Mapping[str, Json]) -> str:
+    """What a mechanism does, and how far off it was measured to be where it is not exact."""
+    return f"{row['why']} ({row['error']})" if "error" in row else str(row["why"])
+
+
 class _Search:
     """The exact search over sets of mechanisms. The set of a fleet is small: 2^mechanisms candidates a rank."""
 
     def __init__(self, ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> None:
         self.ledger = ledger
-        self.rows: Mapping[str, Mapping[str, Json]] = account["mechanisms"]
+        self.offer: Offer = offer(ledger.draft, request, account)
+        self.rows = self.offer.rows
         self.off = request["fit"] in (None, "off")
         self.asked = None if request["fit"] is None else request["fit_policy"] or "cheapest"
         self.in_order = self.asked == "in-order"
@@ -57,16 +63,24 @@ class _Search:
     def decide(self) -> None:
         fleet, chosen = self._chosen()
         why = "--fit is off" if self.off else self._reason(fleet)
-        outcome = "default" if self.off else "fallback" if self.blind else "granted"
-        asked = None if self.off else self.asked
-        self.ledger.decide("/fit/mechanisms", asked, list(fleet), why, outcome=outcome)
+        named = list(self.offer.asked)
+        if named:
+            why += f"; {', '.join(named)} asked for"
+        outcome = "default" if self.off and not named else "fallback" if self.blind and not self.off else "granted"
+        asked = named or (None if self.off else self.asked)
+        barred = [{"option": [name], "why": reason} for name, reason in self.offer.barred.items()]
+        self.ledger.decide(
+            "/fit/mechanisms", asked, list(fleet), why, outcome=outcome, rejected=[] if self.off else barred
+        )
         for place, candidate in enumerate(chosen):
             own = [name for name in candidate.mechanisms if self.rows[name]["scope"] == "rank"]
             self.ledger.decide(
                 f"/ranks/{place}/mechanisms",
                 asked,
                 own,
-                why if self.off else self._fits(place, candidate),
+                why
+                if self.off
+                else self._fits(place, candidate) + (f"; {', '.join(named)} asked for" if named else ""),
                 outcome=outcome,
                 inputs=[f"/ranks/{place}/memory/limit"],
                 rejected=[] if self.off else self._rejected(place, fleet, candidate),
@@ -74,21 +88,25 @@ class _Search:
 
     def _chosen(self) -> tuple[Mechanisms, list[Candidate]]:
         if self.off:
-            return (), [self._weigh(place, ()) for place in range(len(self.ranks))]
+            fleet = tuple(name for name in self._names("fleet") if name in self.offer.asked)
+            own = [self.offer.open_sets(rank.kind, "off")[0] for rank in self.ranks]
+            return fleet, [self._weigh(place, engaged) for place, engaged in enumerate(own)]
         if self.in_order or self.blind:
             return self._engage_in_order()
         return self._cheapest()
 
     def _cheapest(self) -> tuple[Mechanisms, list[Candidate]]:
-        """The sets with the least time of the slowest rank; of equals, the fewest mechanisms."""
-        best: tuple[tuple[float, int], Mechanisms, list[Candidate]] | None = None
-        for fleet in subsets(self._names("fleet")):
+        """The sets with the least time of the slowest rank; of equals those with the fewest inexact ones, then with the
+        fewest."""
+        best: tuple[tuple[float, int, int], Mechanisms, list[Candidate]] | None = None
+        for fleet in self.offer.subsets(self._names("fleet")):
             picks = [self._best_of_rank(place, fleet) for place in range(len(self.ranks))]
             found = [pick for pick in picks if pick is not None]
             if len(found) < len(picks):
                 continue
             time = max(pick.seconds or 0.0 for pick in found)
-            key = (time, len(fleet) + sum(len(pick.mechanisms) for pick in found))
+            engaged = [name for pick in found for name in pick.mechanisms]
+            key = (time, self._inexact(engaged), len(engaged))
             if best is None or key < best[0]:
                 best = (key, fleet, found)
         if best is None:
@@ -96,44 +114,66 @@ class _Search:
         return best[1], best[2]
 
     def _best_of_rank(self, place: int, fleet: Mechanisms) -> Candidate | None:
-        candidates = [self._weigh(place, (*fleet, *own)) for own in subsets(self._names("rank", place))]
-        fitting = [item for item in candidates if self._holds(place, item)]
-        return min(fitting, key=lambda item: (item.seconds or 0.0, len(item.mechanisms)), default=None)
+        fitting = [item for item in self._candidates(place, fleet) if self._holds(place, item)]
+        return min(fitting, key=self._cost, default=None)
+
+    def _candidates(self, place: int, fleet: Mechanisms) -> list[Candidate]:
+        sets = self.offer.subsets(self._names("rank", place), fleet)
+        return [self._weigh(place, (*fleet, *own)) for own in sets]
+
+    def _cost(self, item: Candidate) -> tuple[float, int, int]:
+        return item.seconds or 0.0, self._inexact(item.mechanisms), len(item.mechanisms)
+
+    def _inexact(self, names: Sequence[str]) -> int:
+        return sum(not self.rows[name]["exact"] for name in names)
 
     def _engage_in_order(self) -> tuple[Mechanisms, list[Candidate]]:
-        """One mechanism after the other in the account's order, each rank's own only while that rank does not fit."""
-        fleet: Mechanisms = ()
-        own: list[Mechanisms] = [()] * len(self.ranks)
+        """One mechanism after the other in the account's order, each rank's own only while that rank does not fit.
+        Begins with what was asked for."""
+        asked = self.offer.asked
+        fleet = tuple(name for name in self._names("fleet") if name in asked)
+        own = [tuple(name for name in self._names("rank", place) if name in asked) for place in range(len(self.ranks))]
         for name, row in [("", {"scope": ""}), *self.rows.items()]:
-            if row["scope"] == "fleet":
+            if row["scope"] == "fleet" and name in self._names("fleet") and name not in fleet:
                 fleet = (*fleet, name)
             elif row["scope"] == "rank":
-                own = [
-                    (*held, name)
-                    if name in self._names("rank", place) and not self._fits_with(place, fleet, held)
-                    else held
-                    for place, held in enumerate(own)
-                ]
+                own = [self._next(place, fleet, held, name) for place, held in enumerate(own)]
             if all(self._fits_with(place, fleet, held) for place, held in enumerate(own)):
                 break
         return fleet, [self._weigh(place, (*fleet, *held)) for place, held in enumerate(own)]
 
+    def _next(self, place: int, fleet: Mechanisms, held: Mechanisms, name: str) -> Mechanisms:
+        """``held`` with ``name``, where the rank does not fit without. Where others exclude it, it takes their place if
+        that leaves less."""
+        if name in held or name not in self._names("rank", place) or self._fits_with(place, fleet, held):
+            return held
+        if self.offer.together((*held, name)):
+            return (*held, name)
+        kept = tuple(other for other in held if self.offer.together((other, name)))
+        if set(held) & set(self.offer.asked) - set(kept):
+            return held
+        with_it, without = (self._weigh(place, (*fleet, *names)).peak for names in ((*kept, name), held))
+        return (*kept, name) if with_it < without else held
+
     def _everything(self) -> tuple[Mechanisms, list[Candidate]]:
-        # Nothing fits: the draft engages all there is, and the refusal names each component that is left.
-        fleet = self._names("fleet")
-        return fleet, [self._weigh(place, (*fleet, *self._names("rank", place))) for place in range(len(self.ranks))]
+        # Nothing fits: the draft engages what leaves least, and the refusal names each component that is left.
+        fleet = self.offer.subsets(self._names("fleet"))[-1]
+        return fleet, [
+            min(self._candidates(place, fleet), key=lambda item: item.peak) for place in range(len(self.ranks))
+        ]
 
     def _names(self, scope: str, place: int | None = None) -> Mechanisms:
         kinds = {self.ranks[place].kind} if place is not None else {rank.kind for rank in self.ranks}
-        return names_of(self.rows, scope, kinds)
+        return self.offer.names(scope, kinds)
 
     def _weigh(self, place: int, mechanisms: Mechanisms) -> Candidate:
         rank, (b, t) = self.ranks[place], self.shapes[place]
-        return Candidate(
-            mechanisms,
-            rank.peak(b, t, mechanisms),
-            None if rank.rates is None else rank.compute_seconds(b, t, mechanisms),
-        )
+        seconds = None
+        if rank.rates is not None:
+            # None counts as a gain in time: that would engage it where it is not needed.
+            times = [rank.compute_seconds(b, t, held) + rank.update_seconds(held) for held in ((), mechanisms)]
+            seconds = max(times)
+        return Candidate(mechanisms, rank.peak(b, t, mechanisms), seconds)
 
     def _holds(self, place: int, candidate: Candidate) -> bool:
         return self.limits[place] is None or candidate.peak <= self.limits[place]
@@ -147,7 +187,7 @@ class _Search:
             how = "engaged in order until every rank fits" + (
                 ", since a rank's rates are unknown" if self.blind else ""
             )
-        return "; ".join([how, *[self.rows[name]["why"] for name in fleet]])
+        return "; ".join([how, *[told(self.rows[name]) for name in fleet]])
 
     def _fits(self, place: int, candidate: Candidate) -> str:
         limit, peak = self.limits[place], size(round(candidate.peak))
@@ -157,11 +197,11 @@ class _Search:
 
     def _rejected(self, place: int, fleet: Mechanisms, chosen: Candidate) -> list[dict[str, Json]]:
         rows = []
-        for own in subsets(self._names("rank", place)):
-            other = self._weigh(place, (*fleet, *own))
+        for other in self._candidates(place, fleet):
             if set(other.mechanisms) == set(chosen.mechanisms):
                 continue
-            row: dict[str, Json] = {"option": list(own), "saves_bytes": round(chosen.peak - other.peak)}
+            own = [name for name in other.mechanisms if self.rows[name]["scope"] == "rank"]
+            row: dict[str, Json] = {"option": own, "saves_bytes": round(chosen.peak - other.peak)}
             over = f"its peak of {size(round(other.peak))} is over the limit"
             row["why"] = "not needed, and no faster" if self._holds(place, other) else over
             if other.seconds is not None and chosen.seconds is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from planner.passes.cost import Rank, exposed_seconds, ratio_at
 from planner.passes.ledger import Ledger
 from planner.passes.link import Rings
-from planner.passes.mechanisms import least_seconds, open_sets
+from planner.passes.mechanisms import least_seconds, offer
 from planner.passes.paths import link_inputs, rings
 from planner.passes.ranks import rank_facts, whole_device, world_size
 from schemas.document import unknown
@@ -62,8 +62,8 @@ class _Fleet:
         self.shapes = [(entry["batch"]["chosen"], entry["seq"]["chosen"]) for entry in entries]
         engaged = draft["fit"]["mechanisms"]["chosen"]
         self.mechanisms = [[*engaged, *entry["mechanisms"]["chosen"]] for entry in entries]
-        rows, fit = account["mechanisms"], request["fit"]
-        self.sets = [open_sets(rows, rank.kind, fit, tuple(engaged)) for rank in self.ranks]
+        offers, fit = offer(draft, request, account), request["fit"]
+        self.sets = [offers.open_sets(rank.kind, fit, tuple(engaged)) for rank in self.ranks]
         self.limits = [entry["memory"]["limit"]["value"] for entry in entries]
         self.cores = [whole_device(draft, entry) for entry in entries]
         self.world, self.total = world_size(draft), ledger.value("/step/global_batch")
@@ -99,7 +99,7 @@ class _Fleet:
             rank.compute_seconds(*self.shapes[place], self.mechanisms[place]) for place, rank in enumerate(ranks)
         ]
         even = [self._part(rank, place, self.total / self.world) for place, rank in enumerate(ranks)]
-        updates = [rank.update_seconds() for rank in ranks]
+        updates = [rank.update_seconds(held) for rank, held in zip(ranks, self.mechanisms, strict=True)]
         alone = min(self._alone(ranks[place], place) for place in range(len(ranks)))
         return Times(self._fleet(planned, updates, reduce, sending), self._fleet(even, updates, reduce, sending), alone)
 
@@ -141,4 +141,4 @@ class _Fleet:
         rates = (products * cores, bandwidth * cores, launch)
         whole = dataclasses.replace(rank, owned=everything, updated=everything, world=1, rates=rates)
         length, mechanisms = self.shapes[place][1], self.mechanisms[place]
-        return whole.compute_seconds(self.total, length, mechanisms) + whole.update_seconds()
+        return whole.compute_seconds(self.total, length, mechanisms) + whole.update_seconds(mechanisms)

@@ -37,12 +37,13 @@ def _workload(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str,
     ledger.put("/workload/config", {})
     for key, row in account["config"].items():
         ledger.decide(f"/workload/config/{key}", row["asked"], row["chosen"], row["why"])
-    for route in ("muon", "adamw"):
+    routes = [route for route in ("muon", "adamw", "tables") if route != "tables" or account["parameters"][route]]
+    for route in routes:
         why = f"elements that the runtime routes to {route}, counted on the meta build"
         item = reading(account["parameters"][route], "elements", "computed", why, inputs=["/workload/digest"])
         ledger.put(f"/workload/parameters/{route}", item)
-    routes = ["/workload/parameters/muon", "/workload/parameters/adamw"]
-    ledger.compute("/workload/parameters/total", "elements", lambda muon, adamw: muon + adamw, routes, "both routes")
+    inputs = [f"/workload/parameters/{route}" for route in routes]
+    ledger.compute("/workload/parameters/total", "elements", lambda *all_: sum(all_), inputs, "all routes")
     ledger.put("/workload/data", {"sources": [_source(row) for row in request["data"]]})
 
 

@@ -47,8 +47,8 @@ def legal(feature: str, kind: str, capability: str | None) -> tuple[bool, str]:
     if start is None:
         return True, why
     if kind == "cpu":
-        if feature == "bf16":
-            return True, "PyTorch's CPU kernels take bf16 operands on every processor, natively or converted"
+        if feature in ("bf16", "fp16"):
+            return True, f"PyTorch's CPU kernels take {feature} operands on every processor, natively or converted"
         return False, "PyTorch's CPU kernels have no path for it here"
     assert capability is not None
     able = sm(capability) >= start

@@ -5,63 +5,91 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from planner.passes import constants
-from planner.passes.cost import ADAMW_BYTES, GRADIENT_BYTES, MASTER_BYTES, Rank
+from planner.passes.cost import ADAMW_BYTES, GRADIENT_BYTES, MASTER_BYTES, STATE, TABLES_BYTES, Rank
 from planner.passes.ledger import Ledger
 from planner.passes.ranks import elements_of, owned_by, rank_facts
 from schemas.document import reading
 from schemas.form import Json
 
-_STATE = ("masters", "gradients", "muon_momentum", "adamw_state")
+_WHY = {
+    "masters": f"{MASTER_BYTES} B an element: fp32 master weights",
+    "gradients": f"{GRADIENT_BYTES} B an element: fp32 gradients, kept from step to step",
+    "adamw_state": f"{ADAMW_BYTES} B an element: two fp32 moments",
+    "tables_state": f"{TABLES_BYTES} B an element: two fp32 moments of the tables' rows",
+    "staging": "rows of the step's windows and of the next, and their gradients, in place of the tables",
+    "activations": "highest bytes alive in forward and backward, counted on the meta build",
+    "buckets": "a narrower copy of the gradients while they are reduced; gradients lie in fp32 buckets",
+    "update": "temporaries of the update: the stacks' work, updates as sent and received, AdamW's",
+    "hosted": "what mechanisms keep in host memory: offloaded activations, tables and their moments",
+    "pinned": "the part of it that is pinned",
+}
 
 
 def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: bool) -> None:
-    """Put entry ``place``'s memory by component, both peaks and, on a CPU, what the process will hold."""
+    """Put entry ``place``'s memory by component, both peaks, what mechanisms hold in host memory and, on a CPU, what
+    the process will hold."""
     entry, base = ledger.draft["ranks"][place], f"/ranks/{place}"
-    rank = rank_facts(ledger.draft, account, place)
+    rank, memory = rank_facts(ledger.draft, account, place), f"{base}/memory"
     mechanisms = [*ledger.value("/fit/mechanisms"), *entry["mechanisms"]["chosen"]]
-    found = rank.memory(entry["batch"]["chosen"], entry["seq"]["chosen"], mechanisms)
-    total, adamw = "/workload/parameters/total", "/workload/parameters/adamw"
-    memory = f"{base}/memory"
-
-    def put(name: str, inputs: list[str], why: str, measurable: bool = False) -> None:
-        ledger.compute(f"{memory}/{name}", "B", lambda *_: found[name], inputs, why, measurable=measurable)
-
-    put("masters", [total], f"{MASTER_BYTES} B an element: fp32 master weights", True)
-    put("gradients", [total], f"{GRADIENT_BYTES} B an element: fp32 gradients, kept from step to step", True)
-    _momentum(ledger, account, place, rank, mechanisms, found["muon_momentum"])
-    put("adamw_state", [adamw], f"{ADAMW_BYTES} B an element: two fp32 moments", True)
-    shape = ["/workload/digest", f"{base}/batch", f"{base}/seq", f"{base}/dtype", f"{base}/mechanisms"]
-    put("activations", shape, "highest bytes alive in forward and backward, counted on the meta build")
-    exchange = ["/exchange/reduce_dtype"] if "reduce_dtype" in ledger.draft["exchange"] else ["/exchange/backend"]
-    put(
-        "buckets",
-        [total, *exchange],
-        "a narrower copy of the gradients while they are reduced; gradients lie in fp32 buckets",
-    )
-    put(
-        "update",
-        ["/workload/digest", "/workload/config/ns_dtype"],
-        "temporaries of the update: the stacks' work, updates as sent and received, AdamW's",
-    )
-    overhead = "/fit/allocator_overhead"
-    state = [f"{memory}/{name}" for name in _STATE]
-    if rank.kind == "cuda":
-        state.append(f"{memory}/workspace")
+    shape = entry["batch"]["chosen"], entry["seq"]["chosen"]
+    found = rank.memory(*shape, mechanisms)
+    found["hosted"], found["pinned"] = rank.hosted(*shape, mechanisms)
+    sources = _sources(ledger, account, base, mechanisms)
+    held = [name for name in (*STATE, "hosted") if name in sources and (name in _ALWAYS or found[name])]
+    for name in (*held, "pinned", "activations", "buckets", "update"):
+        if name == "muon_momentum":
+            _momentum(ledger, account, place, rank, mechanisms, found[name])
+        elif name != "pinned" or found[name]:
+            why = _replaced(account, mechanisms, name) or _WHY[name]
+            measurable = name not in ("activations", "buckets", "update")
+            ledger.compute(
+                f"{memory}/{name}", "B", lambda *_, name=name: found[name], sources[name], why, measurable=measurable
+            )
+    if rank.kind == "cuda":  # its own memory is not the host's
+        held = [*(name for name in held if name != "hosted"), "workspace"]
         ledger.put(f"{memory}/workspace", constants.GPU_WORKSPACE_BYTES.reading())
-    backward = [*state, f"{memory}/activations", f"{memory}/buckets", overhead]
-    ledger.compute(
-        f"{memory}/backward_peak", "B", _sum_times_last, backward, "state + activations + buckets", measurable=True
-    )
-    optimizer = [*state, f"{memory}/update", f"{memory}/buckets", overhead]
-    ledger.compute(
-        f"{memory}/optimizer_peak", "B", _sum_times_last, optimizer, "state + update + buckets", measurable=True
-    )
-    both = [f"{memory}/backward_peak", f"{memory}/optimizer_peak"]
-    ledger.compute(f"{memory}/peak", "B", max, both, "the higher of the two peaks", measurable=True)
+    _peaks(ledger, memory, [f"{memory}/{name}" for name in held])
     if cpu:
         inputs = [f"{memory}/peak", "/fit/process_bytes"]
         why = "resident bytes of the process: peak and PyTorch itself"
         ledger.compute(f"{memory}/host", "B", lambda peak, process: round(peak + process), inputs, why, measurable=True)
+
+
+_ALWAYS = ("masters", "gradients", "muon_momentum", "adamw_state")
+
+
+def _sources(ledger: Ledger, account: Mapping[str, Json], base: str, mechanisms: Sequence[str]) -> dict[str, list[str]]:
+    """The inputs of each component; of those that this workload and its mechanisms can have."""
+    rows = [account["mechanisms"][name] for name in mechanisms]
+    total, adamw, tables = (f"/workload/parameters/{name}" for name in ("total", "adamw", "tables"))
+    where = [tables, f"{base}/mechanisms"] if any("moves" in row for row in rows) else []
+    shape = ["/workload/digest", f"{base}/batch", f"{base}/seq", f"{base}/dtype", f"{base}/mechanisms"]
+    exchange = "/exchange/reduce_dtype" if "reduce_dtype" in ledger.draft["exchange"] else "/exchange/backend"
+    changed = ["/fit/mechanisms"] if any(row.get("component") == "adamw_state" for row in rows) else []
+    found = dict.fromkeys(("staging", "hosted", "pinned", "activations"), shape)
+    found |= {"masters": [total, *where], "gradients": [total, *where], "muon_momentum": [total]}
+    found |= {"adamw_state": [adamw, *changed], "buckets": [total, exchange]}
+    found["update"] = ["/workload/digest", "/workload/config/ns_dtype", *changed]
+    return found | ({"tables_state": [tables, *where]} if account["parameters"]["tables"] else {})
+
+
+def _replaced(account: Mapping[str, Json], mechanisms: Sequence[str], component: str) -> str | None:
+    """What a mechanism says of a component that it changes."""
+    rows = (account["mechanisms"][name] for name in mechanisms)
+    return next((row["why"] for row in rows if row.get("component") == component), None)
+
+
+def _peaks(ledger: Ledger, memory: str, held: list[str]) -> None:
+    """Both peaks over the components ``held`` from step to step."""
+    overhead = "/fit/allocator_overhead"
+    for name, during, why in (
+        ("backward_peak", "activations", "state + activations + buckets"),
+        ("optimizer_peak", "update", "state + update + buckets"),
+    ):
+        inputs = [*held, f"{memory}/{during}", f"{memory}/buckets", overhead]
+        ledger.compute(f"{memory}/{name}", "B", _sum_times_last, inputs, why, measurable=True)
+    both = [f"{memory}/backward_peak", f"{memory}/optimizer_peak"]
+    ledger.compute(f"{memory}/peak", "B", max, both, "the higher of the two peaks", measurable=True)
 
 
 def _momentum(

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 
 from planner.passes import constants
 from planner.passes.calibration import calibrate_ranks
+from planner.passes.kernels import put_kernel
 from planner.passes.layout import device_pointer, per_rank
 from planner.passes.ledger import Ledger
-from planner.passes.legality import is_gtx16, kernel_veto, legal
+from planner.passes.legality import is_gtx16, legal
+from planner.passes.link import lane_rate
+from planner.passes.mechanisms import kinds_of
 from planner.passes.ranks import sharing, world_size
 from planner.passes.served import put_served
 from schemas.document import RUNGS, reading, resolve, unknown
@@ -29,11 +32,14 @@ def policy(
         _dtype(ledger, base, device, per_rank(request["dtype"], entry["members"][0]))
         _threads(ledger, base, device)
         ledger.put(f"{base}/kernels", {})  # a model may require none
-        for name, rows in account["kernels"].items():
-            _kernel(ledger, base, device, name, rows, account["config"])
+        for name in account["kernels"]:
+            put_kernel(ledger, place, name, request, account)
         _rates(ledger, base, device)
+        if carries(account):
+            _host_link(ledger, base, device)
     _drop_kernel_keys(ledger, account)
     _newton_schulz_dtype(ledger, account)
+    _adamw(ledger, account)
     _backend(ledger)
     if world_size(draft) > 1:
         _reduce_dtype(ledger, request["reduce"])
@@ -66,22 +72,26 @@ def _dtype(ledger: Ledger, base: str, device: str, asked: str | None) -> None:
         why = resolve(ledger.draft, f"{where}/bf16")["why"]
         ledger.decide(f"{base}/dtype", asked, "bf16", why, inputs=[f"{where}/bf16"])
     else:
-        _fall_back_to_fp32(ledger, base, device, asked)
+        _below_bf16(ledger, base, device, asked)
 
 
-def _fall_back_to_fp32(ledger: Ledger, base: str, device: str, asked: str | None) -> None:
+def _below_bf16(ledger: Ledger, base: str, device: str, asked: str | None) -> None:
+    """fp16 where the card has it, with a scaled loss; else fp32, and that is counted."""
     where = f"{base}/capability"
-    rejected = [{"option": "bf16", "why": resolve(ledger.draft, f"{where}/bf16")["why"]}]
-    half = ledger.value(f"{where}/fp16")
-    if half and is_gtx16(ledger.value(f"{device}/name")):
-        why = "a GTX 16xx has it and was seen to give NaN in it: not before a finite check on this very card has passed"
-        rejected.append({"option": "fp16", "why": why})
-    elif half:
-        rejected.append({"option": "fp16", "why": "the card has it, but the runtime has no fp16 forward yet"})
-    else:
-        rejected.append({"option": "fp16", "why": resolve(ledger.draft, f"{where}/fp16")["why"]})
-    why = f"bf16={int(bool(ledger.value(f'{where}/bf16')))} fp16={int(bool(half))}: fp32 is what is left"
     inputs = [f"{where}/bf16", f"{where}/fp16"]
+    half, bf16, fp16 = (ledger.value(f"{where}/fp16"), *(resolve(ledger.draft, source)["why"] for source in inputs))
+    rejected = [{"option": "bf16", "why": bf16}]
+    found = f"bf16={int(bool(ledger.value(f'{where}/bf16')))} fp16={int(bool(half))}"
+    if half and not is_gtx16(ledger.value(f"{device}/name")):
+        why = f"{found}: {fp16}; the loss is scaled"
+        ledger.decide(f"{base}/dtype", asked, "fp16", why, inputs=inputs, rejected=rejected)
+        return
+    if half:
+        fp16 = (
+            "a GTX 16xx has it and was seen to give NaN in it: not before a finite check on this very card has passed"
+        )
+    rejected.append({"option": "fp16", "why": fp16})
+    why = f"{found}: fp32 is what is left"
     ledger.decide(f"{base}/dtype", asked, "fp32", why, outcome="fallback", inputs=inputs, rejected=rejected)
 
 
@@ -97,35 +107,6 @@ def _threads(ledger: Ledger, base: str, device: str) -> None:
     if cores < ranks:
         why += ": fewer cores than ranks, so each has but a share of one"
     ledger.decide(f"{base}/threads", None, max(1, cores // ranks), why, inputs=[f"{device}/cores"])
-
-
-def _kernel(
-    ledger: Ledger,
-    base: str,
-    device: str,
-    name: str,
-    rows: list[Mapping[str, Json]],
-    config: Mapping[str, Mapping[str, Json]],
-) -> None:
-    kind, dtype = ledger.value(f"{device}/kind"), ledger.value(f"{base}/dtype")
-    capability = ledger.value(f"{device}/sm") if kind == "cuda" else None
-    vetoes = {row["name"]: kernel_veto(row, kind, capability, dtype, ledger.draft["toolchain"]) for row in rows}
-    reasons = {row["name"]: row["why"] for row in rows}
-    asked = config.get(name, {}).get("asked")
-    inputs = [f"{base}/dtype", f"{device}/{'sm' if kind == 'cuda' else 'kind'}"]
-    if asked not in (None, "auto"):
-        ledger.decide(f"{base}/kernels/{name}", asked, asked, f"asked for: {reasons[asked]}", inputs=inputs)
-        return
-    first = rows[0]["name"]
-    chosen = next((option for option, veto in vetoes.items() if veto is None), first)
-    rejected = [
-        {"option": option, "why": veto or f"{chosen} comes before it"}
-        for option, veto in vetoes.items()
-        if option != chosen
-    ]
-    outcome = "default" if chosen == first else "fallback"
-    where = f"{base}/kernels/{name}"
-    ledger.decide(where, asked, chosen, reasons[chosen], outcome=outcome, inputs=inputs, rejected=rejected)
 
 
 def _drop_kernel_keys(ledger: Ledger, account: Mapping[str, Json]) -> None:
@@ -145,6 +126,19 @@ def _newton_schulz_dtype(ledger: Ledger, account: Mapping[str, Json]) -> None:
         "every card has native bf16" if native else "not every device has fast bf16 products, and one dtype serves all"
     )
     ledger.decide("/workload/config/ns_dtype", row["asked"], "bf16" if native else "fp32", why, inputs=inputs)
+
+
+def _adamw(ledger: Ledger, account: Mapping[str, Json]) -> None:
+    row = account["config"].get("adamw")
+    if row is None or row["chosen"] != "auto":
+        return
+    kinds = {device["kind"] for device in ledger.draft["fleet"]["devices"].values()}
+    inputs = [f"{device_pointer(ledger.draft, entry)}/name" for entry in ledger.draft["ranks"]]
+    if kinds == {"cuda"} and len(kinds_of(ledger.draft)) == 1:
+        chosen, why = "fused", "every rank is a card of one kind, so torch's fused kernel rounds alike on all"
+    else:
+        chosen, why = "ieee", "operations that IEEE rounds alike everywhere: not every rank is a card of one kind"
+    ledger.decide("/workload/config/adamw", row["asked"], chosen, why, inputs=dict.fromkeys(inputs))
 
 
 def _backend(ledger: Ledger) -> None:
@@ -211,6 +205,34 @@ def _card_rate(ledger: Ledger, base: str, device: str, row: tuple[str, str, str,
     else:
         why = f"neither timed nor in a data sheet: run dormouse-plan with --benchmark to have this card's {timed}"
         ledger.put(pointer, unknown(unit, why))
+
+
+def _host_link(ledger: Ledger, base: str, device: str) -> None:
+    """Bytes a second between a card and host memory: as timed, else its PCIe link's, else assumed. On a CPU, a copy."""
+    pointer, found = f"{base}/rates/host_link", resolve(ledger.draft, device)
+    timed = [f"{device}/{key}" for key in ("host_to_device", "device_to_host") if found.get(key, {}).get("value")]
+    lanes = [f"{device}/pcie_generation_max", f"{device}/pcie_width_current"]
+    if found["kind"] == "cpu":
+        ledger.compute(pointer, "B/s", lambda rate: rate / 2, [f"{base}/rates/bandwidth"], "a copy reads and writes")
+    elif len(timed) == 2:
+        ledger.compute(pointer, "B/s", min, timed, "copies from and to pinned memory, timed")
+    elif all(found.get(source.rpartition("/")[2], {}).get("value") in range(1, 33) for source in lanes):
+        ledger.put(f"{pointer}_efficiency", constants.HOST_LINK_EFFICIENCY.reading())
+
+        def rate(generation: int, width: int, share: float) -> float:
+            return lane_rate(generation) * width * share
+
+        ledger.compute(pointer, "B/s", rate, [*lanes, f"{pointer}_efficiency"], "PCIe lanes x the share a copy reaches")
+    else:
+        ledger.put(pointer, constants.HOST_LINK_RATE.reading())
+
+
+def carries(account: Mapping[str, Json]) -> bool:
+    """Whether a mechanism on offer moves bytes between a device and host memory."""
+    moved = [row["link"] for row in account["mechanisms"].values() if "link" in row]
+    for by_dtype in account["compute"].values():
+        moved += [forms["link"] for by_variant in by_dtype.values() for forms in by_variant.values()]
+    return any(any(form.values()) for form in moved)
 
 
 def _rate(ledger: Ledger, pointer: str, device: str, key: str, assumed: constants.Assumed) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from planner.passes import constants
-from planner.passes.cost import DTYPE_BYTES, UNIT_RATES, Rank, shape_name
+from planner.passes.cost import DTYPE_BYTES, UNIT_RATES, Rank, many, shape_name
 from planner.passes.layout import device_pointer, per_rank
 from planner.passes.ledger import Ledger
 from schemas.document import reading
@@ -25,13 +26,18 @@ def owned_by(draft: Mapping[str, Json], account: Mapping[str, Json], rank: int) 
 
 
 def elements_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> int:
-    shapes = [account["matrices"][place]["shape"] for place in owned]
-    return sum(int(shape[-2] * shape[-1]) for shape in shapes)
+    return sum(math.prod(account["matrices"][place]["shape"]) for place in owned)
 
 
 def flops_of(account: Mapping[str, Json], owned: tuple[int, ...]) -> float:
     """FLOPs of the updates of ``owned``: what tells the slowest of alike ranks."""
-    return float(sum(account["shapes"]["fp32"][shape_name(account["matrices"][place])]["flops"] for place in owned))
+    return sum(matrix_flops(account, place) for place in owned)
+
+
+def matrix_flops(account: Mapping[str, Json], place: int) -> float:
+    """FLOPs of the update of one matrix, or of one stack of them."""
+    matrix = account["matrices"][place]
+    return float(many(matrix) * account["shapes"]["fp32"][shape_name(matrix)]["flops"])
 
 
 def most_owned(draft: Mapping[str, Json], account: Mapping[str, Json]) -> int:
@@ -55,13 +61,16 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
     return Rank(
         kind=kind_of(draft, entry),
         dtype=entry["dtype"]["chosen"],
+        kernels={name: choice["chosen"] for name, choice in entry["kernels"].items()},
         rates=None if None in rates else (rates[0], rates[1], rates[2]),
+        link_rate=entry["rates"]["host_link"]["value"] if "host_link" in entry["rates"] else math.inf,
         account=account,
         owned=max(sets, key=lambda owned: elements_of(account, owned)),
         updated=max(sets, key=lambda owned: flops_of(account, owned)),
         most_owned=most_owned(draft, account),
         world=world_size(draft),
         newton_schulz=config["ns_dtype"]["chosen"],
+        adamw=config["adamw"]["chosen"] if "adamw" in config else "ieee",
         reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
         workspace=int(constants.GPU_WORKSPACE_BYTES.value) if kind_of(draft, entry) == "cuda" else 0,
         overhead=constants.ALLOCATOR_OVERHEAD[kind_of(draft, entry)].value,

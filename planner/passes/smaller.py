@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.passes.cost import Rank
+from planner.passes.cost import STATE, Rank
 from planner.passes.layout import device_pointer
-from planner.passes.mechanisms import Mechanisms, names_of, open_sets
+from planner.passes.mechanisms import Mechanisms, offer
 from planner.passes.ranks import rank_facts
 from planner.passes.split import largest_within
 from planner.views.words import size
@@ -55,14 +55,14 @@ def ways_to_fit(plan: Mapping[str, Json], request: Mapping[str, Json], account: 
         ways.append(f"--seq {length}")
     if ways:
         return ", or ".join(ways)
-    worst = max(rooms, key=lambda room: _state(room, account) - (room.limit or 0))
+    worst = max(rooms, key=lambda room: _state(room) - (room.limit or 0))
     what = "weights, gradients, optimizer state" + (" and CUDA's libraries" if worst.rank.kind == "cuda" else "")
-    return f"a smaller model or a larger device: {what} alone hold {size(_state(worst, account))}"
+    return f"a smaller model or a larger device: {what} alone hold {size(_state(worst))}"
 
 
 def _room(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mapping[str, Json], place: int) -> _Room:
     entry, rank = plan["ranks"][place], rank_facts(plan, account, place)
-    rows = account["mechanisms"]
+    offers = offer(plan, request, account)
     return _Room(
         count=len(entry["members"]),
         members=entry["members"],
@@ -70,8 +70,8 @@ def _room(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mappin
         batch=entry["batch"]["chosen"],
         length=entry["seq"]["chosen"],
         limit=entry["memory"]["limit"]["value"],
-        open=open_sets(rows, rank.kind, request["fit"]),
-        every=open_sets(rows, rank.kind, "auto"),
+        open=offers.open_sets(rank.kind, request["fit"]),
+        every=offers.open_sets(rank.kind, "auto"),
     )
 
 
@@ -102,11 +102,10 @@ def _longest(rooms: list[_Room], granule: int) -> int:
     return largest_within(longest, holds) * granule if longest >= 1 and holds(1) else 0
 
 
-def _state(room: _Room, account: Mapping[str, Json]) -> int:
-    rows = account["mechanisms"]
-    every = (*names_of(rows, "fleet", [room.rank.kind]), *names_of(rows, "rank", [room.rank.kind]))
-    held = room.rank.memory(1, 1, every)
-    return sum(held[name] for name in ("masters", "gradients", "muon_momentum", "adamw_state", "workspace"))
+def _state(room: _Room) -> int:
+    """Bytes held from step to step under the mechanisms that leave least."""
+    held = (room.rank.memory(1, 1, engaged) for engaged in room.every)
+    return min(sum(components[name] for name in STATE) for components in held)
 
 
 def _budgets(plan: Mapping[str, Json]) -> str:

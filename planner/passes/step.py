@@ -44,12 +44,15 @@ def _work(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
     rank = rank_facts(ledger.draft, account, place)
     mechanisms = [*ledger.value("/fit/mechanisms"), *entry["mechanisms"]["chosen"]]
     inputs = ["/workload/digest", f"{base}/batch", f"{base}/seq", f"{base}/dtype", f"{base}/mechanisms"]
-    units = {"flops": "FLOP", "bytes": "B", "launches": ""}
+    units = {"flops": "FLOP", "bytes": "B", "launches": "", "link": "B"}
     for key, value in rank.work(entry["batch"]["chosen"], entry["seq"]["chosen"], mechanisms).items():
-        why = f"{key} of forward and backward, counted on the meta build"
+        if key == "link" and not value:
+            continue
+        told = "bytes to host memory and back" if key == "link" else key
+        why = f"{told} of forward and backward, counted on the meta build"
         ledger.put(f"{base}/demand/{key}", reading(float(value), units[key], "computed", why, inputs=inputs))
     source = "/exchange/owners" if "owners" in ledger.draft["exchange"] else "/workload/digest"
-    for key, value in rank.update_work().items():
+    for key, value in rank.update_work(mechanisms).items():
         why = f"{key} of the optimizer's step: owned matrices and AdamW"
         item = reading(float(value), units[key], "computed", why, inputs=[source])
         ledger.put(f"{base}/demand/optimizer_{key}", item)
@@ -62,12 +65,20 @@ def _compute(ledger: Ledger, place: int) -> None:
     def time(flops: float, moved: float, launches: float, *rates: float) -> float:
         return seconds(kind, flops, moved, launches, rates)
 
-    rates = [f"{base}/rates/{name}" for name in _RATES]
+    def carrying(flops: float, moved: float, launches: float, link: float, *rates: float) -> float:
+        return seconds(kind, flops, moved, launches, rates, link)
+
     for part, prefix in (("compute", ""), ("optimizer", "optimizer_")):
         work = [f"{base}/demand/{prefix}{name}" for name in ("flops", "bytes", "launches")]
-        said = (f"{how}FLOP / products + bytes / bandwidth", f"{base}/batch" if part == "compute" else None)
+        rates = [f"{base}/rates/{name}" for name in _RATES]
+        carried = part == "compute" and "link" in ledger.draft["ranks"][place]["demand"]
+        if carried:
+            work, rates = [*work, f"{base}/demand/link"], [*rates, f"{base}/rates/host_link"]
+        copies = " or link / host link" if carried else ""
+        said = (f"{how}FLOP / products + bytes / bandwidth{copies}", f"{base}/batch" if part == "compute" else None)
         taught = f"{base}/calibration/{part}"
-        calibrated_time(ledger, f"{base}/step/{part}", taught, time, work, rates, said, measurable=True)
+        formula = carrying if carried else time
+        calibrated_time(ledger, f"{base}/step/{part}", taught, formula, work, rates, said, measurable=True)
 
 
 def _exchange(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from planner.data import least_length, longest_stride
 from planner.passes.calibration import unlike
+from planner.passes.cost import COMPONENTS
 from planner.passes.layout import device_pointer
 from planner.passes.legality import begins_at, kernel_veto, sm_name
+from planner.passes.mechanisms import barred, kinds_of
 from planner.passes.smaller import ways_to_fit
 from planner.refusals.refusal import Refusal
 from planner.views.words import size
@@ -15,9 +17,6 @@ from schemas.document import resolve
 from schemas.form import Json
 
 Facts = Mapping[str, Json]
-_COMPONENTS = (
-    "masters", "gradients", "muon_momentum", "adamw_state", "activations", "buckets", "update", "workspace",
-)  # fmt: skip
 
 
 def _world(facts: Facts) -> int:
@@ -169,22 +168,83 @@ def _why_not(plan: Facts, entry: Facts, asked: str) -> str:
     return f"native {asked} begins at {begins_at(asked)}; another dtype under that name would be another experiment"
 
 
-def fp16_forward(plan: Facts, facts: Facts) -> Iterator[Refusal]:
-    for entry in plan["ranks"]:
-        if _dtype(entry) == "fp16" and entry["capability"]["fp16"]["value"]:
-            yield Refusal(
-                "fp16-forward",
-                f"--dtype fp16 on rank {_members(entry)}",
-                f"{_card(plan, device_pointer(plan, entry))}: {entry['capability']['fp16']['why']}",
-                "the runtime has no fp16 forward with loss scaling yet, and without it small gradients vanish",
-                "--dtype auto, or for these ranks --dtype fp32",
-            )
-
-
 def _dtype(entry: Facts) -> str:
     """What the rank would run: the dtype asked for, else the one chosen (which no plan of ours chooses illegally)."""
     asked = entry["dtype"]["asked"]
     return str(entry["dtype"]["chosen"] if asked in (None, "auto") else asked)
+
+
+def moe_capacity_fleet(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    row, world = facts["account"]["config"].get("moe_capacity"), _world(facts)
+    if world > 1 and row is not None and row["chosen"] > 0:
+        yield Refusal(
+            "moe-capacity-fleet",
+            f"moe_capacity={row['chosen']:g} on {world} ranks",
+            "each expert takes ceil(moe_capacity x tokens x topk / experts) tokens of a window and drops the rest",
+            "which are dropped depends on what else is in the window, so a split over ranks changes the model: "
+            "logits of 4 sequences and of 2 x 2 were seen to differ by 0.357, dropless by 1.2e-6",
+            "--set moe_capacity=0 (dropless), or plan one rank",
+        )
+
+
+def adamw_fused(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if "account" not in facts:
+        return
+    asked = facts["account"]["config"].get("adamw", {}).get("asked")
+    cards = all(device["kind"] == "cuda" for device in plan["fleet"]["devices"].values())
+    if asked == "fused" and not (cards and len(kinds_of(plan)) == 1):
+        yield Refusal(
+            "adamw-fused",
+            "--set adamw=fused",
+            f"ranks on {', '.join(kinds_of(plan))}",
+            "a fused kernel rounds as its device does, and ranks of unlike devices would part; it is a card's kernel",
+            "--set adamw=auto",
+        )
+
+
+def mechanism_unavailable(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    """What was asked for by name and this model, or this fleet, cannot have."""
+    rows = facts["account"]["mechanisms"]
+    kinds = {device["kind"] for device in plan["fleet"]["devices"].values()}
+    for name in facts["request"].get("mechanisms") or ():
+        if name not in rows:
+            offered = sorted(rows, key=lambda name: int(rows[name]["order"]))
+            found = f"{plan['workload']['model']} offers {', '.join(offered) or 'none'}"
+            why = "there is nothing that it could act on"
+        elif kinds - set(rows[name]["devices"]):
+            found = f"ranks on {' and '.join(sorted(kinds))}"
+            why = f"{name} runs on {' and '.join(rows[name]['devices'])}"
+        elif rows[name].get("fleet") is not False and barred(plan, rows[name]):
+            found, why = str(barred(plan, rows[name])), f"{name} could not run, or its ranks would part"
+        else:
+            continue
+        yield Refusal("mechanism-unavailable", f"--mechanisms {name}", found, why, f"leave {name} out of --mechanisms")
+
+
+def mechanism_fleet(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    rows, world = facts["account"]["mechanisms"], _world(facts)
+    for name in facts["request"].get("mechanisms") or ():
+        if world > 1 and rows.get(name, {}).get("fleet") is False:
+            yield Refusal(
+                "mechanism-fleet",
+                f"--mechanisms {name} on {world} ranks",
+                f"{world} ranks, and {name} is for one alone",
+                rows[name]["fleet_why"],
+                f"leave {name} out of --mechanisms, or plan one rank",
+            )
+
+
+def mechanisms_exclude(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    rows, asked = facts["account"]["mechanisms"], facts["request"].get("mechanisms") or ()
+    for name in asked:
+        for other in set(rows.get(name, {}).get("excludes", ())) & set(asked):
+            yield Refusal(
+                "mechanisms-exclude",
+                f"--mechanisms {','.join(asked)}",
+                f"{name} and {other} in one run",
+                "both decide what is kept of the same activations",
+                f"leave {name} or {other} out",
+            )
 
 
 def kernel_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
@@ -226,7 +286,7 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         peak, limit = entry["memory"]["peak"]["value"], entry["memory"]["limit"]
         if peak is None or limit["value"] is None or peak <= limit["value"]:
             continue
-        names = [name for name in _COMPONENTS if name in entry["memory"]]
+        names = [name for name in COMPONENTS if name in entry["memory"]]
         parts = ", ".join(f"{name} {size(entry['memory'][name]['value'])}" for name in names)
         engaged = [*plan["fit"]["mechanisms"]["chosen"], *entry["mechanisms"]["chosen"]]
         yield Refusal(

@@ -253,11 +253,12 @@ def _some(names: Sequence[str], most: int = 4) -> str:
 
 def kernel_differs(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     for row in facts["smoke"]:
-        for name, choice in entry_of(plan, row["rank"])["kernels"].items():
-            if row["error"] is None and row["kernels"].get(name) != choice["chosen"]:
+        planned = {name: item["chosen"] for name, item in entry_of(plan, row["rank"])["kernels"].items()}
+        for name in [*planned, *(name for name in row["kernels"] if name not in planned)]:
+            if row["error"] is None and row["kernels"].get(name) != planned.get(name):
                 yield Refusal(
                     "kernel-differs",
-                    f"kernel {name}={choice['chosen']} on rank {row['rank']}",
+                    f"kernel {name}={planned.get(name, 'none')} on rank {row['rank']}",
                     f"{row['kernels'].get(name) or 'none'} ran",
                     "a library chose another kernel than the plan did",
                     "report it: this is a fault of the runtime, not of the plan",

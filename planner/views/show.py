@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from planner.passes.cost import COMPONENTS
 from planner.views.next_step import next_step
 from planner.views.page import Page, Row
 from planner.views.words import amount, choice, clean, gigabytes, named, plural, ranks, told
@@ -13,7 +14,6 @@ from schemas.form import Json
 
 Plan = Mapping[str, Any]
 
-_COMPONENTS = ("masters", "gradients", "muon_momentum", "adamw_state", "activations", "buckets", "update", "workspace")
 _PARTS = ("compute", "exchange", "owners", "optimizer")
 _STYLES = {"fallback": "yellow", "finished": "green", "stopped": "yellow", "failed": "red"}
 
@@ -108,8 +108,8 @@ def _ranks(plan: Plan, page: Page) -> None:
 def _memory(plan: Plan, page: Page) -> None:
     page.title("Memory of a rank")
     known = [rank["memory"] for rank in plan["ranks"]]
-    others = [key for key in known[0] if key not in (*_COMPONENTS, "backward_peak", "optimizer_peak", "peak", "limit")]
-    names = (*_COMPONENTS, *others, "backward_peak", "optimizer_peak", "peak", "limit")
+    others = [key for key in known[0] if key not in (*COMPONENTS, "backward_peak", "optimizer_peak", "peak", "limit")]
+    names = (*COMPONENTS, *others, "backward_peak", "optimizer_peak", "peak", "limit")
     rows = []
     for name in names:
         cells = [told(memory[name]) if name in memory else "" for memory in known]
