@@ -211,12 +211,11 @@ class _Run:
             raise RunFailed(f"rank {self.rank.rank}: a step reduced {found}; the plan says {wanted}")
 
     def _alive(self) -> int:
-        """Bytes that live from step to step on this rank."""
-        muon = [] if self.optimizers.muon is None else list(self.optimizers.muon.state_dict().values())
+        """Bytes that live from step to step on this rank's device."""
         parameters = list(self.model.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        adamw = self.optimizers.adamw
-        return storage_bytes([*parameters, *gradients, *self.model.buffers(), *muon, *adamw.first, *adamw.second])
+        state = [tensor for tensors in self.optimizers.state().values() for tensor in tensors]
+        return storage_bytes([*parameters, *gradients, *self.model.buffers(), *state])
 
     def _stopped(self, stop: BaseException) -> tuple[str, str, bool]:
         """A signal: the user's to every rank, or torchrun's to those that are left when one fails."""

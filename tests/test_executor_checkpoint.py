@@ -19,6 +19,7 @@ import plans
 from executor import checkpoint
 from executor.checkpoint import BadCheckpoint, load, put, save
 from executor.fleet import fingerprint
+from executor.models.engram import Engram
 from executor.run import Places, execute
 from executor.workloads import build, resolve
 from schemas.form import render
@@ -43,19 +44,6 @@ class Holder(nn.Module):
         self.register_buffer("turned", (torch.randn(3, 4) * fill).T)
         self.weight = nn.Parameter(torch.randn(7) * fill)
         self.tied = self.weight
-
-
-class OnHost(nn.Module):
-    """A module whose table may lie outside of its parameters, as engram_ram leaves it."""
-
-    def __init__(self, host: bool) -> None:
-        super().__init__()
-        table = torch.randn(4, 2)
-        if host:
-            self.rows = table
-            self.host_tensors = lambda: {"table": self.rows}
-        else:
-            self.table = nn.Parameter(table)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -109,12 +97,15 @@ def test_of_tensors_of_one_dtype_the_file_is_byte_for_byte_the_librarys(tmp_path
 
 
 def test_a_table_in_host_memory_is_saved_under_its_name_on_the_device(tmp_path: Path) -> None:
-    inside, outside = OnHost(host=False), OnHost(host=True)
+    inside, outside = (nn.Sequential(Engram(width=8, rows=11, heads=1, dim=4)) for _ in range(2))
+    for model in (inside, outside):
+        model[0].reset(1.0)
+    outside[0].to_host()
     put(inside, load(save(tmp_path / "a", outside, FACTS))[1], "a")
-    assert torch.equal(inside.table, outside.rows)
-    inside.table.data.add_(1)
+    assert torch.equal(inside[0].table, outside[0].host.weight)
+    inside[0].table.data.add_(1)
     put(outside, load(save(tmp_path / "b", inside, FACTS))[1], "b")
-    assert torch.equal(inside.table, outside.rows)
+    assert torch.equal(inside[0].table, outside[0].host.weight)
 
 
 def test_a_new_checkpoint_replaces_the_old_one_whole(tmp_path: Path) -> None:
@@ -237,7 +228,8 @@ def test_a_finished_run_leaves_the_model_that_its_fingerprint_is_of(tmp_path: Pa
     facts, tensors = load(tmp_path / "run" / "final")
     config = {key: item["chosen"] for key, item in plan["workload"]["config"].items()}
     assert (facts["model"], facts["config"], facts["steps"]) == ("tiny", config, 6)
-    assert (facts["plan"], facts["kernels"]) == (plan["seal"]["digest"], {"kda": "chunk_torch"})
+    kernels = {name: item["chosen"] for name, item in plan["ranks"][0]["kernels"].items()}
+    assert (facts["plan"], facts["kernels"]) == (plan["seal"]["digest"], kernels)
     model = build(resolve("tiny"), facts["config"], facts["kernels"], "here")
     put(model, tensors, "here")
     assert done.entry is not None and fingerprint(model) == done.entry["fingerprint"]
