@@ -13,9 +13,10 @@ import torch
 import faults
 import plans
 import ranks
-from executor import build
+from executor import build, smoke
 from executor.data import open_corpus
 from executor.slices import data_slice, rank_slice, work_slice
+from test_executor_scaling import WHOLE, training
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes and of runs for all
 
@@ -25,7 +26,8 @@ LOSS_BOUND = 1e-3
 ONE_STEP_BOUND = 1e-6
 GRADIENT_BOUND = 2e-5
 SHAPES = {"unequal": ((4, 32), (2, 32)), "lengths": ((2, 48), (3, 16))}  # (sequences, length) of each rank
-MODELS = {"mixture": {"model": "mixture:Mixture"}}
+MIXTURE = {"experts": 6, "topk": 2, "expert_ffn": 24, "moe_lb_coef": 0.01, "engram_rows": 60, "engram_heads": 1,
+           "engram_dim": 4}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +42,11 @@ def fleet_plan(folder: Path, kind: str) -> dict[str, Any]:
     of a model with balanced experts and a table, and "mixture unchecked"."""
     data = plans.corpus(folder)
     settings: dict[str, Any] = {"unlike": {"ns_dtype": "bf16"}}.get(kind, {})
+    if kind.startswith("mixture"):
+        settings = dict(MIXTURE)
     if kind.endswith("unchecked"):
-        settings = {"fingerprint_every": 0}
-    sizes: dict[str, Any] = {"batch": 3} | MODELS.get(kind.split()[0], {})
+        settings["fingerprint_every"] = 0
+    sizes: dict[str, Any] = {"batch": 3}
     if kind in SHAPES:
         sizes = {"batch": None, "seq": None, "capacity": [list(shape) for shape in SHAPES[kind]]}
         settings = {"clip": 0}
@@ -53,8 +57,8 @@ def fleet_plan(folder: Path, kind: str) -> dict[str, Any]:
 @cache
 def alone(folder: Path, kind: str) -> Any:
     """The same work in one process, with the summed batch."""
-    settings = {"clip": 0} if kind == "unequal" else {}
-    made = plans.plan(plans.corpus(folder), 1, settings, steps=STEPS, batch=6, **MODELS.get(kind.split()[0], {}))
+    settings = {"unequal": {"clip": 0}, "mixture": MIXTURE}.get(kind, {})
+    made = plans.plan(plans.corpus(folder), 1, settings, steps=STEPS, batch=6)
     return ranks.run(made, plans.corpus(folder), folder / "alone", on=(0,))[0]
 
 
@@ -230,10 +234,7 @@ def test_the_fingerprint_is_of_the_weights_and_of_the_buffers_that_a_checkpoint_
 
 
 def test_the_smoke_launch_leaves_buffers_as_they_were(folder: Path) -> None:
-    from executor import smoke
-    from mixture import Mixture
-
-    model, batch = Mixture(), torch.zeros(2, 8, dtype=torch.int64)
+    model, batch = training("cpu", model=WHOLE)[0].model, torch.zeros(2, 8, dtype=torch.int64)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     smoke.build_buckets(model, model, batch, batch, "fp32")
     assert smoke.launch(0, model, batch, batch, "fp32")["error"] is None
