@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from torch import nn
+from torch.cuda.memory import host_memory_stats
 
 from executor.build import Optimizers
+from executor.kernels.offload import pool
 from executor.meter import Samples, quantile_range
 from executor.peaks import Peaks, storage_bytes
 from executor.slices import DataSlice, RankSlice
@@ -26,14 +28,14 @@ _ALONE = "one rank exchanges nothing"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of its run. ``state`` is bytes by component, ``ran`` the smoke launch's row."""
+    """What one rank saw of its run. ``state`` is what `state_bytes` gives, ``ran`` the smoke launch's row."""
 
     rank: RankSlice
     data: DataSlice
     samples: Samples
     clock: str
     peaks: Peaks
-    state: Mapping[str, int]
+    state: Mapping[str, float]
     ran: Mapping[str, Json]
 
 
@@ -81,6 +83,21 @@ def _rate(tokens: Callable[[DataSlice], int]) -> Callable[[Seen], Taken]:
 
 def _state(component: str) -> Callable[[Seen], Taken]:
     return lambda seen: Taken(seen.state[component], 1, "storages of live tensors")
+
+
+def _hosted(component: str, instrument: str) -> Callable[[Seen], Taken]:
+    def take(seen: Seen) -> Taken:
+        if seen.rank.kind == "cpu" and component == "pinned":
+            return Taken(None, reason="nothing is pinned for a CPU")
+        return Taken(seen.state[component], 1, instrument)
+
+    return take
+
+
+def _loss_scale(seen: Seen) -> Taken:
+    if "loss_scale" not in seen.state:
+        return Taken(None, reason="no rank computes in fp16, so no loss is scaled")
+    return Taken(seen.state["loss_scale"], 1, "the scaler's own, after the last step")
 
 
 def _peak(read: Callable[[Peaks], int]) -> Callable[[Seen], Taken]:
@@ -132,6 +149,9 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("memory/gradients", "B", "last", _state("gradients")),
     Quantity("memory/muon_momentum", "B", "last", _state("muon_momentum")),
     Quantity("memory/adamw_state", "B", "last", _state("adamw_state")),
+    Quantity("memory/tables_state", "B", "last", _state("tables_state")),
+    Quantity("memory/hosted", "B", "last", _hosted("hosted", "storages of host tables, buffers of what is offloaded")),
+    Quantity("memory/pinned", "B", "max", _hosted("pinned", "torch's pinned allocator, buffers of what is offloaded")),
     Quantity("memory/backward_peak", "B", "max", _peak(lambda peaks: peaks.backward)),
     Quantity("memory/optimizer_peak", "B", "max", _peak(lambda peaks: peaks.optimizer)),
     Quantity("memory/peak", "B", "max", _peak(lambda peaks: max(peaks.backward, peaks.optimizer))),
@@ -143,6 +163,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("step/total", "s", "median", _seconds("total")),
     Quantity("step/tokens_per_second", "tokens/s", "median", _rate(lambda data: data.tokens)),
     Quantity("dtype", "", "all", _dtype),
+    Quantity("/workload/config/loss_scale", "", "last", _loss_scale, max),
     Quantity("/step/seconds", "s", "median", _seconds("total"), max),
     Quantity("/step/tokens_per_second", "tokens/s", "median", _rate(lambda data: data.global_tokens), min),
     Quantity("/exchange/payload", "B", "last", _exchanged(_payload, "counted at the hook"), max),
@@ -153,16 +174,20 @@ QUANTITIES: tuple[Quantity, ...] = (
 )
 
 
-def state_bytes(model: nn.Module, optimizers: Optimizers) -> dict[str, int]:
-    """Bytes by component, of the storages that live now."""
-    muon = {} if optimizers.muon is None else optimizers.muon.state_dict()
+def state_bytes(model: nn.Module, optimizers: Optimizers) -> dict[str, float]:
+    """Bytes by component, of the storages that live now on the device and in host memory; and the loss's scale, where
+    it is scaled."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return {
-        "masters": storage_bytes(model.parameters()),
-        "gradients": storage_bytes(gradients),
-        "muon_momentum": storage_bytes(muon.values()),
-        "adamw_state": storage_bytes([*optimizers.adamw.first, *optimizers.adamw.second]),
-    }
+    found: dict[str, float] = {"masters": storage_bytes(model.parameters()), "gradients": storage_bytes(gradients)}
+    found |= {component: storage_bytes(tensors) for component, tensors in optimizers.state().items()}
+    device = next(model.parameters()).device
+    tables = {} if optimizers.tables is None else optimizers.tables.state_bytes()
+    found["hosted"] = pool(device).bytes + tables.get("tables_host", 0)
+    if device.type == "cuda":
+        found["pinned"] = pool(device).bytes + host_memory_stats().get("allocated_bytes.peak", 0)
+    if optimizers.scaler is not None:
+        found["loss_scale"] = float(optimizers.scaler.scale)
+    return found
 
 
 def of_rank(seen: Seen) -> dict[str, Json]:

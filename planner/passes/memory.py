@@ -41,7 +41,7 @@ def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: boo
             _momentum(ledger, account, place, rank, mechanisms, found[name])
         elif name != "pinned" or found[name]:
             why = _replaced(account, mechanisms, name) or _WHY[name]
-            measurable = name not in ("activations", "buckets", "update")
+            measurable = name not in ("staging", "activations", "buckets", "update")
             ledger.compute(
                 f"{memory}/{name}", "B", lambda *_, name=name: found[name], sources[name], why, measurable=measurable
             )

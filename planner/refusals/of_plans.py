@@ -10,6 +10,7 @@ from planner.passes.cost import COMPONENTS
 from planner.passes.layout import device_pointer
 from planner.passes.legality import begins_at, kernel_veto, sm_name
 from planner.passes.mechanisms import barred, kinds_of
+from planner.passes.ranks import world_size
 from planner.passes.smaller import ways_to_fit
 from planner.refusals.refusal import Refusal
 from planner.views.words import size
@@ -175,7 +176,7 @@ def _dtype(entry: Facts) -> str:
 
 
 def moe_capacity_fleet(plan: Facts, facts: Facts) -> Iterator[Refusal]:
-    row, world = facts["account"]["config"].get("moe_capacity"), _world(facts)
+    row, world = plan["workload"]["config"].get("moe_capacity"), world_size(plan)
     if world > 1 and row is not None and row["chosen"] > 0:
         yield Refusal(
             "moe-capacity-fleet",
@@ -188,11 +189,9 @@ def moe_capacity_fleet(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 
 def adamw_fused(plan: Facts, facts: Facts) -> Iterator[Refusal]:
-    if "account" not in facts:
-        return
-    asked = facts["account"]["config"].get("adamw", {}).get("asked")
+    row = plan["workload"]["config"].get("adamw")
     cards = all(device["kind"] == "cuda" for device in plan["fleet"]["devices"].values())
-    if asked == "fused" and not (cards and len(kinds_of(plan)) == 1):
+    if row is not None and row["chosen"] == "fused" and not (cards and len(kinds_of(plan)) == 1):
         yield Refusal(
             "adamw-fused",
             "--set adamw=fused",
@@ -204,6 +203,8 @@ def adamw_fused(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 def mechanism_unavailable(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     """What was asked for by name and this model, or this fleet, cannot have."""
+    if "account" not in facts:  # at a start: what was asked for is engaged already
+        return
     rows = facts["account"]["mechanisms"]
     kinds = {device["kind"] for device in plan["fleet"]["devices"].values()}
     for name in facts["request"].get("mechanisms") or ():

@@ -65,16 +65,16 @@ RULES: tuple[Rule, ...] = (
     Rule("fsdp-unbuilt", "request", "FSDP2, which has not passed its gate here", refusals_plan.fsdp_unbuilt),
     Rule("reduce-alone", "request", "a reduce dtype for one rank, which reduces nothing", refusals_plan.reduce_alone),
     Rule("fit-unknown-memory", "request", "--fit auto where free memory is unknown", refusals_plan.fit_unknown_memory),
-    Rule(
-        "moe-capacity-fleet",
-        "request",
-        "a capacity of experts on a fleet, where the split would change the model",
-        refusals_plan.moe_capacity_fleet,
-    ),
     Rule("mechanism-fleet", "request", "a mechanism of one rank asked for on a fleet", refusals_plan.mechanism_fleet),
     Rule("mechanisms-exclude", "request", "mechanisms that exclude each other", refusals_plan.mechanisms_exclude),
     Rule("data-too-short", "plan", "a file that holds no window of the planned length", refusals_plan.data_too_short),
     Rule("dtype-unsupported", "plan", "a dtype that the card cannot compute in", refusals_plan.dtype_unsupported),
+    Rule(
+        "moe-capacity-fleet",
+        "plan",
+        "a capacity of experts on a fleet, where the split would change the model",
+        refusals_plan.moe_capacity_fleet,
+    ),
     Rule("adamw-fused", "plan", "torch's fused AdamW over unlike devices", refusals_plan.adamw_fused),
     Rule(
         "mechanism-unavailable",
