@@ -53,10 +53,10 @@ class Mute(nn.Module):
 '''
 
 
-def tiny() -> nn.Module:
-    """A small model whose logits differ plainly from byte to byte."""
+def tiny(**more: str) -> nn.Module:
+    """A small model whose logits differ plainly from byte to byte; ``more`` are keys over `SMALL`."""
     torch.manual_seed(5)
-    model = build(TINY, values(configure(TINY, SMALL)), CPU_KERNELS, "here").float()
+    model = build(TINY, values(configure(TINY, {**SMALL, **more})), CPU_KERNELS, "here").float()
     with torch.no_grad():
         model.head.weight.mul_(50)
     return model
@@ -90,9 +90,15 @@ def called(capfdbinary: Any, *words: Any) -> tuple[int, bytes, str]:
     return code, out, err.decode()
 
 
+WHOLE = {
+    "experts": "4", "topk": "2", "expert_ffn": "16", "engram_rows": "50", "engram_heads": "1", "engram_dim": "4"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, WHOLE], ids=["dense", "experts and Engram"])
 @torch.no_grad()
-def test_at_temperature_0_each_byte_is_the_likeliest_after_all_before_it() -> None:
-    model, prompt = tiny(), b"def f(x):\n"
+def test_at_temperature_0_each_byte_is_the_likeliest_after_all_before_it(more: dict[str, str]) -> None:
+    model, prompt = tiny(**more).eval(), b"def f(x):\n"
     window = list(prompt)
     for _ in range(70):  # past one granule
         window.append(int(model.logits(torch.tensor([window]))[0, -1].argmax()))
@@ -108,7 +114,7 @@ def test_draws_follow_the_softmax_at_a_temperature_among_the_likeliest(temperatu
     wanted = (logits.double() / temperature).softmax(0)
     wanted[logits.argsort(descending=True)[top_k:]] = 0
     wanted /= wanted.sum()
-    choose, count = sample.Choice(temperature, top_k, 3), 20_000
+    choose, count = sample.Choice(temperature, top_k, 3), 6_000
     found = torch.bincount(torch.tensor([choose(logits) for _ in range(count)]), minlength=256) / count
     assert (found - wanted).abs().max() < 4 * 0.5 / count**0.5  # four standard deviations of the widest
 
