@@ -119,7 +119,7 @@ SMALL = KdaWorkload(
 MEDIUM = KdaWorkload(
     "medium",
     Shape(
-        layers=6, width=1024, heads=16, ffn=2816, conv=4, experts=8, topk=2, expert_ffn=512,
+        layers=4, width=768, heads=12, ffn=2048, conv=4, experts=16, topk=2, expert_ffn=616,
         engram_rows=50000, engram_heads=4, engram_dim=64,
     ),
     _SIZES,
@@ -127,7 +127,7 @@ MEDIUM = KdaWorkload(
 B1 = KdaWorkload(
     "b1",
     Shape(
-        layers=8, width=2048, heads=32, ffn=5632, conv=4, experts=16, topk=2, expert_ffn=672,
+        layers=6, width=2048, heads=32, ffn=5632, conv=4, experts=16, topk=2, expert_ffn=944,
         engram_rows=261500, engram_heads=8, engram_dim=64,
     ),
     _SIZES,
