@@ -15,6 +15,7 @@ from torch import nn
 from torch.cuda.memory import host_memory_stats
 
 from executor.build import Optimizers
+from executor.kernels import tuned
 from executor.kernels.offload import pool
 from executor.meter import Samples, quantile_range
 from executor.peaks import Peaks, storage_bytes
@@ -199,6 +200,9 @@ def of_rank(seen: Seen) -> dict[str, Json]:
     for name, choice in seen.ran.get("kernels", {}).items():
         taken = Taken(choice, 1, "calls counted in the smoke launch")
         rows[f"/ranks/{rank.entry}/kernels/{name} @{rank.rank}"] = _row(taken, "", "all")
+    for name, match in tuned.used.items():
+        taken = Taken(match, 1, "the folder that the kernels read")
+        rows[f"/ranks/{rank.entry}/tuned/{name} @{rank.rank}"] = _row(taken, "", "all")
     return rows
 
 

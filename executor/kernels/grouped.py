@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from executor.kernels import tuned
 from executor.kernels.registry import cost, lookup, register
 from planner.door import KernelRow
 
@@ -33,6 +34,7 @@ ROWS: tuple[KernelRow, ...] = (
         "toolchain": ["triton"],
         "counts_as": "grouped_loop",
         "why": "one launch of our own Triton kernel; group sizes stay on the card",
+        "timed": tuned.timings("grouped_triton"),
     },
     {
         "name": "grouped_torch",
@@ -42,6 +44,7 @@ ROWS: tuple[KernelRow, ...] = (
         "toolchain": [],
         "counts_as": "grouped_loop",
         "why": "torch's grouped_mm; on sm_9x and sm_10x group sizes stay on the card, on others torch reads them back",
+        "timed": tuned.timings("grouped_torch"),
     },
     {
         "name": "grouped_loop",

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from executor.kernels import kda_fla
+from executor.kernels import kda_fla, tuned
 from executor.kernels.registry import register
 from planner.door import KernelRow
 
@@ -40,6 +40,7 @@ ROWS: tuple[KernelRow, ...] = (
         "dtypes": ["bf16", "fp16"],
         "toolchain": ["triton", "fla-core"],
         "why": "FLA's fused Triton kernels, chunks of 64; below sm_80 Triton's products use no tensor cores",
+        "tuned": [index for _, index in tuned.kept()],
     },
     {
         "name": "chunk_torch",

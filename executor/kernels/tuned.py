@@ -73,10 +73,17 @@ def find(card: str, heads: int, channels: int) -> tuple[Match, Path | None]:
     return best
 
 
+used: dict[str, Match] = {}
+"""By kernel, which configurations this process runs with, once it has begun to."""
+
+
 def settings(heads: int, channels: int) -> dict[str, str]:
     """FLA's environment for this process's card, to be set before fla is imported; empty where nothing is kept."""
     import torch
 
-    _, folder = find(torch.cuda.get_device_name(0), heads, channels) if torch.cuda.is_available() else ("none", None)
+    match, folder = (
+        find(torch.cuda.get_device_name(0), heads, channels) if torch.cuda.is_available() else ("none", None)
+    )
+    used["kda"] = match
     # "fuzzy": an exact key, else one that differs in numbers only; some keys hold the batch.
     return {} if folder is None else {"FLA_CACHE_MODE": "fuzzy", "FLA_CONFIG_DIR": str(folder)}
