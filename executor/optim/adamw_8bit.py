@@ -10,6 +10,7 @@ whether it was kept, and what a chunk was before is put back on the device where
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -120,6 +121,8 @@ class AdamW8bit:
 @cache
 def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
     """What the codes of the two moments stand for: signed and unsigned dynamic maps [256] fp32."""
+    # It warns there of a kernel for products of 4 bits, which nothing here calls.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional as functional  # slow import: late
 
     signed, unsigned = functional.create_dynamic_map(True), functional.create_dynamic_map(False)  # type: ignore[no-untyped-call]  # bitsandbytes leaves it so

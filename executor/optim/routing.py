@@ -1,8 +1,8 @@
 """Which optimizer updates which parameter: one function, read by the account and by the run.
 
-Muon orthogonalises the matrices of the repeated blocks. All else goes to AdamW: embedding, head and router (their
-rows are classes, not directions), norms, biases, gains, convolutions. A stack of matrices [E, m, n] counts as E matrices.
-A parameter with the attribute ``lazy_rows`` is a table of which a step touches few rows: it has a route of its own,
+Muon orthogonalises the matrices of the repeated blocks. All else goes to AdamW: embedding, head and router (their rows
+are classes, not directions), norms, biases, gains, convolutions. A stack of matrices [E, m, n] counts as E matrices. A
+parameter with the attribute ``lazy_rows`` is a table of which a step touches few rows: it has a route of its own,
 whatever the optimizer of the rest.
 """
 
