@@ -184,11 +184,10 @@ def test_a_plan_over_several_nodes_is_refused_before_any_rank_is_started(tmp_pat
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_forged_plan_is_refused_for_what_planning_refuses(tmp_path: Path, ranks: int) -> None:
     path, data = written(tmp_path, ranks)
-    made = load(path)
-    write(path, plans.with_values(made, {f"/ranks/{place}/dtype": "fp16" for place in range(len(made["ranks"]))}))
+    write(path, plans.with_values(load(path), {"/workload/config/adamw": "fused"}))
     done = command(tmp_path, path, "--data", data)
     assert done.returncode == 3, done.stderr
-    assert "refused (dtype-unsupported)" in done.stderr and "starting" not in done.stderr
+    assert "refused (adamw-fused)" in done.stderr and "starting" not in done.stderr
 
 
 def test_the_ranks_environment_has_nothing_of_another_launcher_and_no_working_folder() -> None:
