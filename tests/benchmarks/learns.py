@@ -20,7 +20,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
@@ -307,14 +309,16 @@ def main() -> None:
         words += [] if value is None else [f"--{option}", os.path.abspath(value) if option == "data" else str(value)]
     ready = [run for run in runs if planned(run, words)]
     data = ["--data", os.path.abspath(asked.data)] if asked.data else []
-    carry_out(ready, asked.jobs, begun + 60 * asked.minutes, data)
-    for run in runs:
-        read(run)
     corpus = open_corpus(asked.data) if asked.data else stdlib_corpus()
     described = corpus.digest._asdict()
+    seq = load(ready[0].plan)["ranks"][0]["seq"]["chosen"] if ready else asked.seq or 512
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # counting needs a core and no card
+        counting = pool.submit(counted, corpus, asked.windows, seq, asked.orders)
+        carry_out(ready, asked.jobs, begun + 60 * asked.minutes, data)
+        counts = counting.result()
+    for run in runs:
+        read(run)
     assert all(run.record["run"]["data"][0]["sha256"] == described["sha256"] for run in runs if "run" in run.record)
-    seq = next((run.record["ranks"][0]["seq"] for run in runs if "ranks" in run.record), asked.seq or 512)
-    counts = counted(corpus, asked.windows, seq, asked.orders)
     text = table(runs, counts, described)
     document = {
         "asked": {key: str(value) for key, value in vars(asked).items()},
