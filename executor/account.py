@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from fractions import Fraction
 from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from executor.count import Counts, Tally, bilinear
+from executor.count import Counts, Tally, bilinear, number
 from executor.count_updates import adamw_counts, apply_counts, newton_schulz_counts, tables_counts
 from executor.guest import guarded
 from executor.kernels import registry
@@ -280,26 +281,17 @@ def _at_depths(
     dtypes: Sequence[str],
     label: str,
 ) -> dict[str, ByDepth]:
-    """By dtype, the counts at each point of two depths that the configured one is reached from in a straight line, or
-    of that very depth. What is offloaded comes back before its layer's turn, so there one layer's memory is also
-    another's, and the line begins with the second layer."""
+    """By dtype, the counts at each point of a model of one layer and of one of two (or of the very depth)."""
     depth = int(chosen[workload.depth]) if workload.depth else 1
     found = {dtype: ByDepth() for dtype in dtypes}
 
-    def count(layers: int) -> None:
+    for layers in (1, 2) if depth > 2 else (depth,):
         with phantoms(), torch.device("cpu"):
             model = build(workload, _shallow(workload, chosen, layers), kernels, label)
             for name in engaged:
                 _APPLY[name](model)
             for dtype in dtypes:
                 found[dtype][layers] = {point: measure(model, *point, dtype) for point in points(workload)}
-
-    if depth <= 2:
-        count(depth)
-        return found
-    count(2)
-    offloads = any(counts["link"] for by_depth in found.values() for counts in by_depth[2].values())
-    count(3 if offloads else 1)
     return found
 
 
@@ -314,17 +306,35 @@ def _shallow(workload: Workload, chosen: Mapping[str, Value], layers: int) -> di
 def _forms(workload: Workload, chosen: Mapping[str, Value], by_depth: ByDepth) -> dict[str, Form]:
     """Bilinear forms at the configured depth from the counts at two depths (or at that very one)."""
     depth = int(chosen[workload.depth]) if workload.depth else 1
-    # Beside a table's gradient only the layers below the table still hold what they saved.
-    below = [int(chosen[key.name]) + 1 for key in workload.keys if workload.depth and key.below == workload.depth]
-    (first, at_first), *rest = sorted(by_depth.items())
+    (first, at_first), (last, at_last) = min(by_depth.items()), max(by_depth.items())
     forms = {}
     for count in (*COUNTS, *(name for name in OF_TABLES if any(counts[name] for counts in at_first.values()))):
         at = {point: counts[count] for point, counts in at_first.items()}
-        for _, at_second in rest:
-            more = (max(below, default=depth) if count == "tables_peak" else depth) - first
-            at = {point: n + more * (at_second[point][count] - n) for point, n in at.items()}
+        if last > first:
+            # Beside a table's gradient the layers above it hold nothing any more.
+            more = _below(workload, chosen, depth) - first if count == "tables_peak" else depth - first
+            at = {point: n + more * (at_last[point][count] - n) for point, n in at.items()}
         forms[count] = bilinear(at)
+    beyond = _beyond({point: counts["peak"] - counts["saved"] for point, counts in at_last.items()})
+    forms["peak"] = {key: number(Fraction(forms["saved"][key]) + beyond.get(key, 0)) for key in forms["saved"]}
     return forms
+
+
+def _below(workload: Workload, chosen: Mapping[str, Value], depth: int) -> int:
+    """How many layers there are up to the last that a key names the index of; ``depth`` where none does."""
+    named = [int(chosen[key.name]) + 1 for key in workload.keys if workload.depth and key.below == workload.depth]
+    return max(named, default=depth)
+
+
+def _beyond(at: Mapping[tuple[int, int], int]) -> dict[str, Fraction]:
+    """one + bt B T of the bytes that backward takes beyond those saved, through the two larger numbers of tokens.
+
+    It is the largest of several such lines (of the head, of a layer, of a weight's gradient), each the longest for a
+    while, so no bilinear form holds it. Near the workload's own size, and beyond, this is the line that counts.
+    """
+    (few, lower), (more, upper) = sorted((b * t, extra) for (b, t), extra in at.items())[-2:]
+    slope = Fraction(upper - lower, more - few)
+    return {"one": upper - slope * more, "bt": slope}
 
 
 def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Counts:

@@ -132,10 +132,20 @@ def _cached_at(made_from: Mapping[str, Json], folder: Path | None) -> Path | Non
     if not _is_own(made_from["model"]):
         return None
     torch = torch_constants() or {}
-    key = canonical_digest(
-        {**made_from, "torch": torch.get("__version__"), "python": platform.python_version(), "source": source()}
-    )
+    made = {"torch": torch.get("__version__"), "python": platform.python_version(), "source": source()}
+    key = canonical_digest({**made_from, **made, "tuned": tuned()})
     return (folder or _user_cache()) / "accounts" / f"{key}.json"
+
+
+def tuned() -> dict[str, str]:
+    """SHA-256 by place of the indices of what the user tuned kernels for, which an account tells the plan."""
+    from platformdirs import user_data_path  # not needed by show, diff and verify
+
+    root = user_data_path("dormouse") / "tuned"
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("index.json"))
+    }
 
 
 def _user_cache() -> Path:

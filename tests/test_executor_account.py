@@ -122,6 +122,86 @@ def test_a_tally_follows_tensors_as_they_come_and_go() -> None:
     assert tally.flops == 0
 
 
+def test_what_is_offloaded_lies_on_the_host_and_goes_over_the_link_twice() -> None:
+    x = torch.zeros(1000)
+    with Tally([x]) as tally:
+        host = torch.ops.dormouse.offload(x)
+        assert (tally.live, tally.host, tally.link, tally.bytes, tally.launches) == (0, 4000, 4000, 0, 1)
+        back = torch.ops.dormouse.restore(host, device=x.device)
+        del host
+        assert (tally.live, tally.peak, tally.host, tally.link) == (4000, 4000, 4000, 8000)
+        again = torch.ops.dormouse.offload(back)
+        assert (tally.host, tally.link, again.numel()) == (4000, 12000, 1000)
+
+
+def test_a_tables_gradient_is_counted_apart_and_a_gather_reads_what_it_gives() -> None:
+    table, rows = torch.zeros(5000, 4, requires_grad=True), torch.zeros(10, dtype=torch.int64)
+    with Tally([table, rows], [table]) as tally:
+        found = nn.functional.embedding(rows, table)
+        assert (tally.live, tally.bytes, tally.tables_bytes) == (160, 160 + 80 + 160, 0)
+        torch.autograd.backward(found, torch.ones_like(found))
+    assert tally.tables_bytes >= 80000 and tally.bytes < 10000
+    assert tally.live < 1000 and 160 <= tally.tables_peak < 1000
+
+
+def test_an_opaque_operator_costs_what_is_entered_beside_it() -> None:
+    from executor.kernels import registry
+
+    x, w, ends = torch.zeros(8, 4), torch.zeros(2, 4, 6), torch.tensor([3, 8], dtype=torch.int32)
+    with Tally([x, w, ends]) as tally:
+        registry.lookup("grouped", "grouped_loop")(x, w, ends)
+    assert (tally.flops, tally.launches) == (2 * 8 * 4 * 6, registry.costs["dormouse::grouped"].launches)
+
+
+WHOLE = {"experts": "4", "topk": "2", "expert_ffn": "64", "engram_rows": "500", "engram_heads": "2", "engram_dim": "8"}
+
+
+@cache
+def whole() -> dict[str, Any]:
+    """The account of tiny with experts and tables, of the fused kernel alone."""
+    return account({"model": "tiny", "set": {**WHOLE, "kda": "chunk_fla", "layers": "5"}})
+
+
+@pytest.mark.parametrize("engaged", [(), ("moe_offload",), ("act_ckpt",), ("recompute",), ("moe_offload", "act_ckpt")])
+def test_every_variant_of_a_whole_model_is_counted_as_at_its_full_depth(engaged: tuple[str, ...]) -> None:
+    from executor.mechanisms.table import ORDERED
+    from executor.phantom import phantoms
+
+    chosen = values(configure(TINY, {**WHOLE, "layers": "5"}))
+    with phantoms(), torch.device("cpu"):
+        made = TINY.build(chosen, {"kda": "chunk_fla", "grouped": "grouped_loop"})
+        for mechanism in ORDERED:
+            if mechanism.NAME in engaged:
+                mechanism.apply(made)
+        counted = measure(made, 8, 128, "bf16")
+    forms = whole()["compute"]["grouped=grouped_loop,kda=chunk_fla"]["bf16"]["+".join(engaged) or "plain"]
+    for count, value in counted.items():
+        above = 0.2 if engaged == ("recompute",) and count == "peak" else 0.01
+        assert value * 0.99 <= evaluate(forms[count], 8, 128) <= value * (1 + above), count
+    assert (counted["host"] > 0) == ("moe_offload" in engaged)
+
+
+def test_an_account_tells_each_set_of_kernels_that_auto_may_choose_and_each_mechanism_in_order() -> None:
+    assert list(whole()["compute"]) == ["grouped=grouped_loop,kda=chunk_fla"]
+    assert list(tiny()["compute"]) == ["kda=chunk_fla", "kda=chunk_torch"]
+    assert [set(by_dtype) for by_dtype in tiny()["compute"].values()] == [{"bf16"}, {"fp32", "bf16"}]
+    assert "grouped" not in tiny()["kernels"] and "grouped" not in tiny()["config"]
+    rows = whole()["mechanisms"]
+    order = ["moe_offload", "engram_ram", "muon_state_bf16", "optim_8bit", "act_ckpt", "recompute"]
+    assert sorted(rows, key=lambda name: rows[name]["order"]) == order
+    tables = whole()["parameters"]["tables"]
+    assert evaluate(rows["engram_ram"]["host"], 0, 0) == 12 * tables
+    assert rows["optim_8bit"]["bytes"] < 8 * whole()["parameters"]["adamw"]
+
+
+def test_what_is_kept_of_real_cards_is_no_part_of_what_the_work_is() -> None:
+    rows = {"kda": [{**row, "tuned": [], "timed": []} for row in TINY.kernels["kda"]]}
+    with torch.device("meta"):
+        built = TINY.build(values(configure(TINY, {})), {"kda": "chunk_torch", "grouped": "grouped_loop"})
+    routed = split(built, "muon")
+    assert workload_digest(routed, {**TINY.kernels, **rows}) == tiny()["digest"]
+
+
 def test_a_bilinear_form_is_recovered_exactly_and_evaluated_anywhere() -> None:
     form = {"one": 7, "b": -3, "t": 5, "bt": 11}
     at = {(b, t): int(evaluate(form, b, t)) for b in (2, 4) for t in (128, 192)}
@@ -202,6 +282,7 @@ def test_the_command_gives_a_sealed_account_in_the_one_form() -> None:
     [
         ('{"model": "tiny", "set": {"layer": "2"}, "opt": "muon"}', "did you mean layers?"),
         ('{"model": "tiny", "set": {"heads": "3"}, "opt": "muon"}', "not a multiple of heads=3"),
+        ('{"model": "tiny", "set": {"grouped": "grouped_loop"}, "opt": "muon"}', "calls no kernel of that name"),
         ("[", "request: "),
     ],
 )

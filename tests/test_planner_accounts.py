@@ -68,7 +68,7 @@ def test_an_account_is_made_once_and_then_read_from_the_cache(tmp_path: Path) ->
     assert not lines
 
 
-def test_another_setting_optimizer_or_source_is_another_account(
+def test_another_setting_optimizer_source_or_tuning_is_another_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maker, (_, say) = _Maker(_account()), _said()
@@ -77,7 +77,11 @@ def test_another_setting_optimizer_or_source_is_another_account(
     accounts.account("tiny", {}, "adamw", say=say, folder=tmp_path, make=maker)
     monkeypatch.setattr(accounts, "source", lambda: {"executor": "edited"})
     accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker)
-    assert len(maker.asked) == 4
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    (tmp_path / "dormouse" / "tuned" / "card").mkdir(parents=True)
+    (tmp_path / "dormouse" / "tuned" / "card" / "index.json").write_text("{}")
+    accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker)
+    assert len(maker.asked) == 5
 
 
 def test_a_corrupt_cached_account_is_said_and_made_again(tmp_path: Path) -> None:
