@@ -20,7 +20,7 @@ class Scaler:
     """``scale``: fp32 without dimensions, doubled after ``patience`` steps without an overflow."""
 
     def __init__(self, scale: float, patience: int, device: torch.device) -> None:
-        self.scale = torch.full((), scale, device=device)
+        self.scale = torch.full((), scale, dtype=torch.float32, device=device)  # a plan renders 65536.0 as 65536
         self.patience = patience
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
 
