@@ -8,6 +8,7 @@ import pytest
 
 from planner.door import kernel_set, reachable
 from planner.passes.compile import compile_plan
+from planner.refusals.of_runs import toolchain_changed
 from planner.refusals.rules import Refused
 from worlds import account, fleet, record, request
 
@@ -111,6 +112,25 @@ def test_what_rules_the_fused_kernel_out_is_counted_and_named(
     decision = made["ranks"][0]["kernels"]["kda"]
     assert (decision["chosen"], decision["outcome"]) == ("chunk_torch", "fallback")
     assert veto in decision["rejected"][0]["why"]
+
+
+def test_a_package_that_a_kernel_or_mechanism_was_decided_by_must_not_have_changed() -> None:
+    made = compile_plan(request(mechanisms=["optim_8bit"]), fleet(1e12), account())
+    planned = {name: item["value"] for name, item in made["toolchain"].items()}
+
+    def refused(**changed: str) -> list[str]:
+        row = {"rank": 0, "toolchain": {**planned, **changed}}
+        return [refusal.asked for refusal in toolchain_changed(made, {"ranks": [row]})]
+
+    assert refused() == refused(python="3.0") == []
+    assert refused(triton="3.5.0") == ["triton 3.6.0 on rank 0"]
+    assert refused(**{"fla-core": "0.5.0", "bitsandbytes": "0.49"}) == [
+        "fla-core 0.6.0 on rank 0",
+        "bitsandbytes 0.50.2 on rank 0",
+    ]
+    plain = compile_plan(request(dtype=["fp32"]), fleet(1e12), account())
+    row = {"rank": 0, "toolchain": {**planned, "triton": "3.5.0"}}
+    assert not list(toolchain_changed(plain, {"ranks": [row]}))
 
 
 def test_a_kernel_asked_for_on_a_cpu_that_needs_a_card_is_refused() -> None:

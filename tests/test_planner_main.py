@@ -155,6 +155,45 @@ def test_a_refusal_is_code_three_with_nothing_on_stdout(capsys: Any) -> None:
     assert "fsdp-muon" in err
 
 
+SMALL = [f"--set={pair}" for pair in ("layers=1", "width=32", "heads=2", "ffn=64")]
+EXPERTS = [f"--set={pair}" for pair in ("experts=2", "expert_ffn=16", "moe_capacity=1.25")]
+TABLES = [f"--set={pair}" for pair in ("engram_rows=50", "engram_heads=1", "engram_dim=8")]
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "words"),
+    [
+        ("kernel-unsupported", ["--devices=cpu", "--set=kda=chunk_fla"], "chunk_fla runs on cuda, not on cpu"),
+        ("moe-capacity-fleet", ["--devices=cpu:2", *EXPERTS], "to fix: --set moe_capacity=0 (dropless)"),
+        ("mechanism-fleet", ["--devices=cpu:2", "--mechanisms=engram_ram", *TABLES], "the tables would differ by rank"),
+        ("mechanisms-exclude", ["--devices=cpu", "--mechanisms=act_ckpt,recompute"], "leave act_ckpt or recompute out"),
+        ("mechanism-unavailable", ["--devices=gtx-1080-ti", "--mechanisms=optim_8bit"], "GTX 1080 Ti"),
+        ("mechanism-unavailable", ["--devices=rtx-3090+rtx-4090", "--mechanisms=optim_8bit"], "kinds of device"),
+        ("adamw-fused", ["--devices=cpu", "--set=adamw=fused"], "to fix: --set adamw=auto"),
+    ],
+)
+def test_what_the_whole_model_cannot_have_is_refused(
+    code: str, arguments: list[str], words: str, capsysbinary: Any
+) -> None:
+    assert front.main([*SMALL, "--model=tiny", *arguments]) == 3
+    out, err = capsysbinary.readouterr()
+    text = err.decode()
+    assert not out and f"refused ({code})" in text and words in text
+    assert all(part in text for part in ("found:", "why:", "to fix:"))
+
+
+def test_a_capacity_of_experts_on_one_rank_and_their_balance_on_two_are_planned(capsysbinary: Any) -> None:
+    for asked in (["--devices=cpu", *EXPERTS], ["--devices=cpu:2", *EXPERTS[:2], "--set=moe_lb_coef=0.01"]):
+        assert front.main([*SMALL, "--model=tiny", *asked]) == 0
+        assert b'"moe_lb_coef"' in capsysbinary.readouterr().out
+
+
+def test_the_model_without_being_asked_is_tiny_on_cpu_ranks_and_small_on_cards() -> None:
+    for kinds, model in ((["cpu", "cpu"], "tiny"), (["cuda"], "small"), (["cuda", "cpu"], "tiny")):
+        record = {"devices": {str(place): {"kind": kind} for place, kind in enumerate(kinds)}}
+        assert front._default_model(record) == model
+
+
 def test_a_reader_that_goes_away_is_no_traceback(run_plan: str) -> None:
     command = f"'{sys.executable}' -m planner show '{run_plan}' | head -c 1; exit ${{PIPESTATUS[0]}}"
     environ = {**os.environ, "PYTHONPATH": PATH}

@@ -64,13 +64,20 @@ class _Search:
         fleet, chosen = self._chosen()
         why = "--fit is off" if self.off else self._reason(fleet)
         named = list(self.offer.asked)
-        if named:
-            why += f"; {', '.join(named)} asked for"
+        by_name = f"; {', '.join(named)} asked for" if named else ""
+        why += by_name
         outcome = "default" if self.off and not named else "fallback" if self.blind and not self.off else "granted"
         asked = named or (None if self.off else self.asked)
         barred = [{"option": [name], "why": reason} for name, reason in self.offer.barred.items()]
+        needed = {package for name in fleet for package in self.rows[name].get("toolchain", ())}
         self.ledger.decide(
-            "/fit/mechanisms", asked, list(fleet), why, outcome=outcome, rejected=[] if self.off else barred
+            "/fit/mechanisms",
+            asked,
+            list(fleet),
+            why,
+            outcome=outcome,
+            inputs=[f"/toolchain/{package}" for package in sorted(needed)],
+            rejected=[] if self.off else barred,
         )
         for place, candidate in enumerate(chosen):
             own = [name for name in candidate.mechanisms if self.rows[name]["scope"] == "rank"]
@@ -78,9 +85,7 @@ class _Search:
                 f"/ranks/{place}/mechanisms",
                 asked,
                 own,
-                why
-                if self.off
-                else self._fits(place, candidate) + (f"; {', '.join(named)} asked for" if named else ""),
+                why if self.off else self._fits(place, candidate) + by_name,
                 outcome=outcome,
                 inputs=[f"/ranks/{place}/memory/limit"],
                 rejected=[] if self.off else self._rejected(place, fleet, candidate),

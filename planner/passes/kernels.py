@@ -25,67 +25,79 @@ class _Timing(NamedTuple):
     seconds: dict[str, float]
 
 
+class _Choice(NamedTuple):
+    row: Mapping[str, Json]
+    why: str
+    outcome: str | None = None
+    rejected: Sequence[Mapping[str, Json]] = ()
+
+
 def put_kernel(ledger: Ledger, place: int, name: str, request: Mapping[str, Json], account: Mapping[str, Json]) -> None:
-    """Decide the row of kernel ``name`` for entry ``place``, and read what is kept for it."""
+    """Decide the row of kernel ``name`` for entry ``place``, and read what is kept for it. The versions of what the row
+    needs are among the decision's inputs: by them a start knows what must not have changed."""
     entry, base = ledger.draft["ranks"][place], f"/ranks/{place}"
-    device = device_pointer(ledger.draft, entry)
-    found, dtype = resolve(ledger.draft, device), entry["dtype"]["chosen"]
+    device, dtype = device_pointer(ledger.draft, entry), entry["dtype"]["chosen"]
+    found, toolchain = resolve(ledger.draft, device), ledger.draft["toolchain"]
     rows, asked = account["kernels"][name], account["config"].get(name, {}).get("asked")
     shape = _shape(request, account, name, entry["members"][0])
-    inputs = [f"{base}/dtype", f"{device}/{'sm' if found['kind'] == 'cuda' else 'kind'}"]
-    if asked not in (None, "auto"):
-        row = next(row for row in rows if row["name"] == asked)
-        ledger.decide(f"{base}/kernels/{name}", asked, asked, f"asked for: {row['why']}", inputs=inputs)
+    if asked in (None, "auto"):
+        choice = _auto(rows, found, toolchain, dtype, shape)
     else:
-        row = _auto(ledger, f"{base}/kernels/{name}", (rows, asked), (found, dtype, shape), inputs)
+        row = next(row for row in rows if row["name"] == asked)
+        choice = _Choice(row, f"asked for: {row['why']}")
+    row = choice.row
+    inputs = [f"{base}/dtype", f"{device}/{'sm' if found['kind'] == 'cuda' else 'kind'}"]
+    inputs += [f"/toolchain/{package}" for package in row["toolchain"] if package in toolchain]
+    where = f"{base}/kernels/{name}"
+    ledger.decide(
+        where, asked, row["name"], choice.why, outcome=choice.outcome, inputs=inputs, rejected=choice.rejected
+    )
     if found["kind"] == "cuda" and "tuned" in row:
-        ledger.put(
-            f"{base}/tuned/{name}", _tuned(row["tuned"], ledger.draft["toolchain"], (device, dtype), found, shape)
-        )
+        ledger.put(f"{base}/tuned/{name}", _tuned(row["tuned"], toolchain, (device, dtype), found, shape))
 
 
 def _auto(
-    ledger: Ledger,
-    pointer: str,
-    choice: tuple[Sequence[Mapping[str, Json]], Json],
-    rank: tuple[Mapping[str, Json], str, Mapping[str, int]],
-    inputs: Sequence[str],
-) -> Mapping[str, Json]:
-    (rows, asked), (device, dtype, shape) = choice, rank
-    capability = device["sm"]["value"] if device["kind"] == "cuda" else None
-    vetoes = {
-        row["name"]: kernel_veto(row, device["kind"], capability, dtype, ledger.draft["toolchain"]) for row in rows
-    }
+    rows: Sequence[Mapping[str, Json]],
+    device: Mapping[str, Json],
+    toolchain: Mapping[str, Json],
+    dtype: str,
+    shape: Mapping[str, int],
+) -> _Choice:
+    """The fastest of the rows timed on the device's card, else the first that can run."""
+    kind = device["kind"]
+    capability = device["sm"]["value"] if kind == "cuda" else None
+    vetoes = {row["name"]: kernel_veto(row, kind, capability, dtype, toolchain) for row in rows}
     able = [row for row in reachable(rows) if vetoes[row["name"]] is None]
     chosen = able[0] if able else rows[0]
     why, timing = chosen["why"], _timing(able, device["name"]["value"], dtype, shape)
     if timing is not None:
-        chosen = min(
-            (row for row in able if row["name"] in timing.seconds), key=lambda row: timing.seconds[row["name"]]
-        )
+        fastest = min(timing.seconds, key=lambda row: timing.seconds[row])
+        chosen = next(row for row in able if row["name"] == fastest)
         why = f"the fastest of those timed on this card ({timing.shape}): {_said(timing, chosen)}; {chosen['why']}"
-    rejected = []
-    for row in rows:
-        if row is not chosen:
-            rejected.append({"option": row["name"], "why": vetoes[row["name"]] or f"{chosen['name']} comes before it"})
-            if timing is not None and row["name"] in timing.seconds:
-                slower = timing.seconds[row["name"]] - timing.seconds[chosen["name"]]
-                rejected[-1] |= {"why": f"slower as timed: {_said(timing, row)}", "costs_seconds": slower}
+    rejected = [
+        _passed_over(row, vetoes[row["name"]] or f"{chosen['name']} comes before it", chosen, timing)
+        for row in rows
+        if row is not chosen
+    ]
     outcome = "default" if chosen is rows[0] or timing is not None else "fallback"
-    ledger.decide(pointer, asked, chosen["name"], why, outcome=outcome, inputs=inputs, rejected=rejected)
-    return chosen
+    return _Choice(chosen, why, outcome, rejected)
+
+
+def _passed_over(
+    row: Mapping[str, Json], why: str, chosen: Mapping[str, Json], timing: _Timing | None
+) -> dict[str, Json]:
+    if timing is None or row["name"] not in timing.seconds:
+        return {"option": row["name"], "why": why}
+    slower = timing.seconds[row["name"]] - timing.seconds[chosen["name"]]
+    return {"option": row["name"], "why": f"slower as timed: {_said(timing, row)}", "costs_seconds": slower}
 
 
 def _shape(request: Mapping[str, Json], account: Mapping[str, Json], name: str, rank: int) -> dict[str, int]:
     """What the kernel is called with on ``rank``, before the batch is split over unequal ranks."""
-    sizes = account["defaults"]
-    declared = per_rank(request["capacity"], rank) if isinstance(request["capacity"], list) else (None, None)
-    batch = declared[0] or request["batch"] or sizes["batch"]
-    return {
-        **account["kernel_shapes"].get(name, {}),
-        "batch": batch,
-        "seq": declared[1] or request["seq"] or sizes["seq"],
-    }
+    sizes, capacity = account["defaults"], request["capacity"]
+    batch, seq = per_rank(capacity, rank) if isinstance(capacity, list) else (request["batch"], None)
+    called = account["kernel_shapes"].get(name, {})
+    return {**called, "batch": batch or sizes["batch"], "seq": seq or request["seq"] or sizes["seq"]}
 
 
 def _timing(

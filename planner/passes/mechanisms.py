@@ -77,8 +77,10 @@ def barred(draft: Mapping[str, Json], row: Mapping[str, Json]) -> str | None:
         return f"its arithmetic differs between kinds of device, and here are {', '.join(kinds_of(draft))}"
     for entry in draft["ranks"]:
         for package in set(row.get("toolchain", ())) & entry.get("served", {}).keys():
-            if entry["served"][package]["value"] is False:
-                return f"{package} does not serve {_name(draft, entry)}: {entry['served'][package]['why']}"
+            served = entry["served"][package]
+            if not served["value"]:
+                how = "is not known to serve" if served["value"] is None else "does not serve"
+                return f"{package} {how} {_name(draft, entry)}: {served['why']}"
     return None
 
 

@@ -136,7 +136,7 @@ def memory_taken(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 def toolchain_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     for row in facts["ranks"]:
-        for name in _ALWAYS:
+        for name in (*_ALWAYS, *_needed(plan, entry_of(plan, row["rank"]))):
             if plan["toolchain"][name]["basis"] == "assumed":
                 continue  # a catalogue's toolchain is one that would serve, not one that is there
             planned, found = plan["toolchain"][name]["value"], row["toolchain"].get(name)
@@ -148,6 +148,13 @@ def toolchain_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
                     "another version rounds, fuses and allocates otherwise: what was predicted is not what would run",
                     f"install {name}=={planned}, or {_REPLAN}",
                 )
+
+
+def _needed(plan: Facts, entry: Facts) -> list[str]:
+    """The packages that the kernels and mechanisms of an entry were decided by."""
+    decisions = [*entry["kernels"].values(), plan["fit"]["mechanisms"]]
+    sources = [source for item in decisions for source in item.get("inputs", ())]
+    return [source.rpartition("/")[2] for source in dict.fromkeys(sources) if source.startswith("/toolchain/")]
 
 
 def workload_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:

@@ -34,6 +34,9 @@ def summarise(plan: Plan, page: Page) -> None:
     )
     for rank in plan["ranks"]:
         page.line(f"  rank {ranks(rank['members'])}: {_rank(plan, rank)}")
+        for kernel, item in rank.get("tuned", {}).items():
+            if item["value"] != "exact":
+                page.line(f"  rank {ranks(rank['members'])}: kernel {kernel}: {clean(item['why'])}", "yellow")
     for line in _step(plan):
         page.line(f"  {line}")
     for line in fit_lines(plan):
