@@ -119,3 +119,47 @@ def test_a_rank_that_gave_nothing_is_absent_with_the_reason(tmp_path: Path) -> N
 def test_the_dtype_that_the_products_had_is_recorded(tmp_path: Path, dtype: str) -> None:
     _, entry = run(tmp_path, 2, dtype=dtype)
     assert entry["measured"]["/ranks/0/dtype @0"]["value"] == dtype
+
+
+TABLES = {"engram_rows": 1500, "engram_heads": 1, "engram_dim": 16}
+
+
+def values_of(entry: dict[str, Any], name: str) -> tuple[Any, Any]:
+    """(predicted, measured) of one component of rank 0's memory."""
+    line = entry["measured"][f"/ranks/0/memory/{name} @0"]
+    return line["predicted"], line["value"]
+
+
+def test_tables_are_measured_where_they_lie(tmp_path: Path) -> None:
+    _, here = run(tmp_path, 6, settings=TABLES)
+    _, away = run(tmp_path, 6, settings=TABLES, mechanisms=["engram_ram"])
+    for name in ("masters", "gradients", "tables_state"):
+        predicted, value = values_of(here, name)
+        assert predicted == value > 0
+    assert "/ranks/0/memory/hosted @0" not in here["measured"]
+    for name in ("masters", "gradients"):
+        predicted, value = values_of(away, name)
+        assert predicted == value < values_of(here, name)[1]
+    predicted, value = values_of(away, "hosted")
+    assert value == pytest.approx(predicted, rel=0.1) and value == 3 * values_of(here, "tables_state")[1] / 2
+    assert here["final_loss"] == pytest.approx(away["final_loss"], rel=1e-5)
+    assert away["absent"] == {}
+
+
+def test_state_in_eight_bits_and_quantised_activations_are_measured_as_planned(tmp_path: Path) -> None:
+    _, plain = run(tmp_path, 6)
+    _, entry = run(tmp_path, 6, mechanisms=["act_ckpt", "optim_8bit", "muon_state_bf16"])
+    for name in ("adamw_state", "muon_momentum"):
+        predicted, value = values_of(entry, name)
+        assert predicted == value < values_of(plain, name)[1]
+    predicted, value = values_of(entry, "backward_peak")
+    assert value == pytest.approx(predicted, rel=0.03) and value < values_of(plain, "backward_peak")[1]
+
+
+def test_the_loss_scale_that_a_run_came_to_is_beside_the_one_it_began_with(tmp_path: Path) -> None:
+    _, entry = run(tmp_path, 4, dtype=["fp16"], settings={"loss_scale": 4.0, "loss_scale_growth": 1})
+    line = entry["measured"]["/workload/config/loss_scale"]
+    assert (line["predicted"], line["value"]) == (4, 64)
+    assert entry["measured"]["/ranks/0/dtype @0"]["value"] == "fp16"
+    _, plain = run(tmp_path, 2)
+    assert "/workload/config/loss_scale" not in {**plain["measured"], **plain["absent"]}
