@@ -163,6 +163,20 @@ def test_state_that_cpu_ranks_keep_on_the_host_is_still_their_memory() -> None:
     assert "pinned" not in found
 
 
+def test_a_host_that_cannot_hold_the_tables_is_not_asked_to_and_says_so_when_it_must() -> None:
+    found = seal(catalogue.record_body("rtx-4090"))
+    for node in found["nodes"].values():
+        node["memory_free"] = {"value": 3 * GIGA, "unit": "B", "basis": "probed", "weakest": "probed", "why": "little"}
+    made = compile_plan(request(fit=[21 * GIGA]), found, account("b1"))
+    assert "engram_ram" not in engaged(made)
+    told = [row["why"] for row in made["ranks"][0]["mechanisms"]["rejected"] if row["option"] == ["engram_ram"]]
+    assert told == ["the host has no room for 4.54 GiB"]
+    with pytest.raises(Refused) as caught:
+        compile_plan(request(mechanisms=["engram_ram"]), found, account("b1"))
+    assert {refusal.code for refusal in caught.value.refusals} == {"host-does-not-fit"}
+    assert "4.54 GiB in host memory" in caught.value.text()
+
+
 def test_stacked_experts_count_as_many_matrices() -> None:
     work = account("b1")
     stacks = [matrix for matrix in work["matrices"] if len(matrix["shape"]) == 3]

@@ -252,7 +252,7 @@ def test_what_cannot_be_honoured_is_refused_with_four_parts(row: dict[str, Any])
 def test_every_refusal_of_planning_has_a_case() -> None:
     planning = {rule.code for rule in RULES if rule.when in ("request", "plan")}
     planning -= {rule.code for rule in RULES if rule.test.__module__ == "planner.refusals.of_machines"}
-    elsewhere = {"mixed-kinds", "kernel-unsupported", "calibration-unlike", "data-too-short"}
+    elsewhere = {"mixed-kinds", "kernel-unsupported", "calibration-unlike", "data-too-short", "host-does-not-fit"}
     assert planning == {row["code"] for row in cases("refusals.json")} | elsewhere
 
 

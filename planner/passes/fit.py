@@ -9,17 +9,19 @@ from planner.passes import constants
 from planner.passes.ledger import Ledger
 from planner.passes.mechanisms import Mechanisms, Offer, offer
 from planner.passes.memory import put_memory
-from planner.passes.ranks import rank_facts
+from planner.passes.ranks import host_room, rank_facts
 from planner.views.words import size
 from schemas.form import Json
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One rank under one set of mechanisms: its predicted peak in bytes, and its time (None: rates unknown)."""
+    """One rank under one set of mechanisms: its predicted peak and what it holds in host memory, in bytes, and its time
+    (None: rates unknown)."""
 
     mechanisms: Mechanisms
     peak: float
+    hosted: int
     seconds: float | None
 
 
@@ -57,6 +59,7 @@ class _Search:
         self.ranks = [rank_facts(ledger.draft, account, place) for place in range(len(entries))]
         self.shapes = [(entry["batch"]["chosen"], entry["seq"]["chosen"]) for entry in entries]
         self.limits = [entry["memory"]["limit"]["value"] for entry in entries]
+        self.rooms = [host_room(ledger.draft, entry) for entry in entries]
         # Without rates no set is known to be the cheapest.
         self.blind = not self.in_order and any(rank.rates is None for rank in self.ranks)
 
@@ -178,10 +181,11 @@ class _Search:
             # None counts as a gain in time: that would engage it where it is not needed.
             times = [rank.compute_seconds(b, t, held) + rank.update_seconds(held) for held in ((), mechanisms)]
             seconds = max(times)
-        return Candidate(mechanisms, rank.peak(b, t, mechanisms), seconds)
+        return Candidate(mechanisms, rank.peak(b, t, mechanisms), rank.hosted(b, t, mechanisms)[0], seconds)
 
     def _holds(self, place: int, candidate: Candidate) -> bool:
-        return self.limits[place] is None or candidate.peak <= self.limits[place]
+        limit, room = self.limits[place], self.rooms[place]
+        return (limit is None or candidate.peak <= limit) and (room is None or candidate.hosted <= room)
 
     def _fits_with(self, place: int, fleet: Mechanisms, own: Mechanisms) -> bool:
         return self._holds(place, self._weigh(place, (*fleet, *own)))
@@ -200,6 +204,14 @@ class _Search:
             return f"peak {peak}; no limit is known"
         return f"peak {peak}, {'within' if candidate.peak <= limit else 'OVER'} {size(limit)}"
 
+    def _why_not(self, place: int, other: Candidate) -> str:
+        if self._holds(place, other):
+            return "not needed, and no faster"
+        limit = self.limits[place]
+        if limit is not None and other.peak > limit:
+            return f"its peak of {size(round(other.peak))} is over the limit"
+        return f"the host has no room for {size(other.hosted)}"
+
     def _rejected(self, place: int, fleet: Mechanisms, chosen: Candidate) -> list[dict[str, Json]]:
         rows = []
         for other in self._candidates(place, fleet):
@@ -207,8 +219,7 @@ class _Search:
                 continue
             own = [name for name in other.mechanisms if self.rows[name]["scope"] == "rank"]
             row: dict[str, Json] = {"option": own, "saves_bytes": round(chosen.peak - other.peak)}
-            over = f"its peak of {size(round(other.peak))} is over the limit"
-            row["why"] = "not needed, and no faster" if self._holds(place, other) else over
+            row["why"] = self._why_not(place, other)
             if other.seconds is not None and chosen.seconds is not None:
                 row["costs_seconds"] = other.seconds - chosen.seconds
             rows.append(row)

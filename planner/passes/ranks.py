@@ -119,6 +119,19 @@ def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float 
     return limit
 
 
+def host_room(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> float | None:
+    """Bytes of host memory that each rank of ``entry`` may have beside the device's: its share of what its node has
+    free, less a margin; None where that is unknown, or the device's memory is the host's."""
+    devices = draft["fleet"]["devices"].values()
+    device = next(item for item in devices if entry["devices"][0] in item["ids"])
+    free = draft["fleet"]["nodes"][device["node"]].get("memory_free", {}).get("value")
+    if device["kind"] == "cpu" or free is None:
+        return None
+    ranks = sum(len(item["ids"]) for item in devices if item["node"] == device["node"])
+    members = len(draft["fleet"]["nodes"][device["node"]].get("members", (0,)))
+    return float(free - constants.FREE_MARGIN_BYTES) * members / ranks
+
+
 def whole_device(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> float:
     """How many times the cores that one rank of ``entry`` has its device has in all: 1 on a card."""
     if "effective_cores" not in entry["rates"]:

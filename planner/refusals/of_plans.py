@@ -10,7 +10,7 @@ from planner.passes.cost import COMPONENTS
 from planner.passes.layout import device_pointer
 from planner.passes.legality import begins_at, kernel_veto, sm_name
 from planner.passes.mechanisms import barred, kinds_of
-from planner.passes.ranks import world_size
+from planner.passes.ranks import host_room, world_size
 from planner.passes.smaller import ways_to_fit
 from planner.refusals.refusal import Refusal
 from planner.views.words import size
@@ -300,6 +300,21 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             else "no memory mechanism is engaged, and a run would end out of memory",
             ways_to_fit(plan, facts["request"], facts["account"]),
         )
+
+
+def host_does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    """What mechanisms keep in host memory, where a device's memory is not the host's."""
+    for entry in plan["ranks"]:
+        room, held = host_room(plan, entry), entry["memory"].get("hosted", {}).get("value")
+        if room is not None and held is not None and held > room:
+            names = [*plan["fit"]["mechanisms"]["chosen"], *entry["mechanisms"]["chosen"]]
+            yield Refusal(
+                "host-does-not-fit",
+                f"{', '.join(names)} on rank {_members(entry)}",
+                f"{size(held)} in host memory, and {size(max(0, round(room)))} of it free for each rank of the node",
+                "tables or activations that the host cannot hold would end the run, or the machine's other programs",
+                "free memory of the host, a larger --fit, or another of --mechanisms",
+            )
 
 
 def _members(entry: Facts) -> str:

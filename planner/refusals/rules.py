@@ -87,6 +87,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("calibration-unlike", "plan", "runs to calibrate by that are of other work", refusals_plan.calibration_unlike),
     Rule("does-not-fit", "plan", "a predicted peak over a rank's limit", refusals_plan.does_not_fit),
+    Rule("host-does-not-fit", "plan", "more in host memory than it has free", refusals_plan.host_does_not_fit),
     Rule("multi-node", "start", "running ranks on several nodes", refusals_run.multi_node),
     Rule("world-mismatch", "start", "another number of processes than the plan has ranks", refusals_run.world_mismatch),
     Rule("digest-disagrees", "start", "ranks that read different plans", refusals_run.digest_disagrees),
