@@ -378,6 +378,8 @@ class _NoCompiler(ModuleType):
         return function
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # inspect asks every module for its file
+            raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
         return getattr(import_module(self.__name__), name)
