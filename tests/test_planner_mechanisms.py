@@ -91,6 +91,13 @@ def test_cheapest_is_the_fastest_of_all_sets_that_fit_by_brute_force(gigabytes: 
     assert (() in fitting) == (engaged(made) == [])
 
 
+def test_nothing_is_engaged_for_speed_where_all_fits() -> None:
+    made = plan("rtx-4090", fit=[24 * GIGA])
+    rank = rank_facts(made, account("b1"), 0)
+    assert rank.compute_seconds(8, 512, ["engram_ram"]) < rank.compute_seconds(8, 512, [])
+    assert engaged(made) == []
+
+
 def test_tables_are_masters_gradients_and_moments_until_they_leave_the_device() -> None:
     counts, (here, away) = account("b1")["parameters"], (plan("rtx-4090"), plan(mechanisms=["engram_ram"]))
     on, off = memory(here), memory(away)
