@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from planner.door import kernel_set, reachable
 from planner.passes.compile import compile_plan
 from planner.refusals.of_runs import toolchain_changed
 from planner.refusals.rules import Refused
+from planner.views.page import Page
+from planner.views.show import show
+from planner.views.summary import summarise
 from worlds import account, fleet, record, request
 
 SHAPE = {"heads": 4, "head": 32}
@@ -85,6 +89,17 @@ def test_whether_a_card_is_tuned_for_is_read_and_what_is_not_costs_minutes(chang
     found = compile_plan(request(), fleet(1e12), work)["ranks"][0]["tuned"]["kda"]
     assert found["value"] == tuned
     assert ("minutes a dtype" in found["why"]) == (tuned == "none")
+
+
+def test_a_person_is_told_that_the_first_run_will_tune() -> None:
+    work = account()
+    work["kernels"]["kda"][0]["tuned"] = []
+    made = compile_plan(request(), fleet(1e12), work)
+    summary, shown = io.StringIO(), io.StringIO()
+    summarise(made, Page(summary))
+    show(made, Page(shown))
+    assert "rank 0: kernel kda: none are kept for this card" in summary.getvalue()
+    assert "(tuned: none)" in " ".join(shown.getvalue().split())
 
 
 def test_nothing_is_said_of_tuning_where_the_kernel_is_not_tuned() -> None:

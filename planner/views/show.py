@@ -98,11 +98,16 @@ def _ranks(plan: Plan, page: Page) -> None:
     page.title("Ranks")
     rows: list[Row] = []
     for rank in plan["ranks"]:
-        kernels = ", ".join(f"{name} {told(item)}" for name, item in rank["kernels"].items()) or "none"
+        kernels = ", ".join(_kernel(rank, name) for name in rank["kernels"]) or "none"
         cells = [ranks(rank["members"]), ids(rank["devices"]), told(rank["dtype"])]
         cells += [f"{told(rank['batch'])} x {told(rank['seq'])}", told(rank["threads"]) if "threads" in rank else ""]
         rows.append(([*cells, kernels, told(rank["mechanisms"]), told(rank["token_weight"])], ""))
     page.table(("rank", "device", "dtype", "batch x seq", "threads", "kernels", "mechanisms", "token weight"), rows)
+
+
+def _kernel(rank: Mapping[str, Any], name: str) -> str:
+    tuned = f" (tuned: {told(rank['tuned'][name])})" if name in rank.get("tuned", {}) else ""
+    return f"{name} {told(rank['kernels'][name])}{tuned}"
 
 
 def _memory(plan: Plan, page: Page) -> None:
