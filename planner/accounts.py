@@ -138,13 +138,13 @@ def _cached_at(made_from: Mapping[str, Json], folder: Path | None) -> Path | Non
 
 
 def tuned() -> dict[str, str]:
-    """SHA-256 by place of the indices of what the user tuned kernels for, which an account tells the plan."""
+    """SHA-256 by place of what the user tuned and timed kernels for, which an account tells the plan."""
     from platformdirs import user_data_path  # not needed by show, diff and verify
 
     root = user_data_path("dormouse") / "tuned"
     return {
         path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(root.rglob("index.json"))
+        for path in sorted([*root.rglob("index.json"), *root.rglob("grouped.json")])
     }
 
 

@@ -13,6 +13,7 @@ import plans
 from executor import build, measured
 from executor.clock import Clock
 from executor.data import open_corpus
+from executor.kernels.offload import pool
 from executor.peaks import CpuProbe, storage_bytes
 from executor.run import Places, execute
 from executor.slices import data_slice
@@ -141,7 +142,9 @@ def test_tables_are_measured_where_they_lie(tmp_path: Path) -> None:
         predicted, value = values_of(away, name)
         assert predicted == value < values_of(here, name)[1]
     predicted, value = values_of(away, "hosted")
-    assert value == pytest.approx(predicted, rel=0.1) and value == 3 * values_of(here, "tables_state")[1] / 2
+    assert value == pytest.approx(predicted, rel=0.1)
+    # The pool of offloaded buffers is the process's, and other tests have filled it.
+    assert value - pool(torch.device("cpu")).bytes == 3 * values_of(here, "tables_state")[1] / 2
     assert here["final_loss"] == pytest.approx(away["final_loss"], rel=1e-5)
     assert away["absent"] == {}
 
