@@ -92,7 +92,7 @@ def _offload(x: Tensor) -> Tensor:
 
 @_offload.register_fake
 def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu" if x.device.type == "cuda" else x.device)
 
 
 @torch.library.custom_op("dormouse::restore", mutates_args=())

@@ -119,7 +119,7 @@ SMALL = KdaWorkload(
 MEDIUM = KdaWorkload(
     "medium",
     Shape(
-        layers=4, width=768, heads=12, ffn=2048, conv=4, experts=16, topk=2, expert_ffn=616,
+        layers=4, width=768, heads=12, ffn=2048, conv=4, experts=16, topk=2, expert_ffn=624,
         engram_rows=50000, engram_heads=4, engram_dim=64,
     ),
     _SIZES,
