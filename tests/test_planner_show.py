@@ -175,8 +175,15 @@ def test_a_unit_is_said_once_and_a_range_only_where_it_has_two_ends(key: str, it
 
 
 def test_a_cell_without_anything_is_a_dash() -> None:
-    rows = [line.split() for line in _shown(handmade.plan()).splitlines()]
-    assert ["workspace", "-"] in rows
+    asked = {**handmade.request(), "dtype": ["fp32"]}
+    rows = [line.split() for line in _shown(handmade.plan(asked=asked)).splitlines()]
+    dtype = next(row for row in rows if row[:1] == ["/ranks/0/dtype"])
+    assert dtype[1:3] == ["-", "fp32"]
+
+
+def test_a_component_of_memory_that_no_rank_has_has_no_row() -> None:
+    rows = [line.split()[:1] for line in _shown(handmade.plan()).splitlines()]
+    assert ["masters"] in rows and ["workspace"] not in rows and ["staging"] not in rows
 
 
 def test_a_narrow_terminal_shows_every_pointer_whole() -> None:

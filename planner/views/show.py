@@ -114,7 +114,8 @@ def _memory(plan: Plan, page: Page) -> None:
     page.title("Memory of a rank")
     known = [rank["memory"] for rank in plan["ranks"]]
     others = [key for key in known[0] if key not in (*COMPONENTS, "backward_peak", "optimizer_peak", "peak", "limit")]
-    names = (*COMPONENTS, *others, "backward_peak", "optimizer_peak", "peak", "limit")
+    named = (*COMPONENTS, *others, "backward_peak", "optimizer_peak", "peak", "limit")
+    names = [name for name in named if any(name in memory for memory in known)]
     rows = []
     for name in names:
         cells = [told(memory[name]) if name in memory else "" for memory in known]
