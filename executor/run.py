@@ -211,11 +211,13 @@ class _Run:
             raise RunFailed(f"rank {self.rank.rank}: a step reduced {found}; the plan says {wanted}")
 
     def _alive(self) -> int:
-        """Bytes that live from step to step on this rank's device."""
+        """Bytes that live from step to step on this rank's device. A CPU's own memory is the host's."""
         parameters = list(self.model.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         state = [tensor for tensors in self.optimizers.state().values() for tensor in tensors]
-        return storage_bytes([*parameters, *gradients, *self.model.buffers(), *state])
+        tables = self.optimizers.tables
+        hosted = 0 if tables is None or self.rank.kind != "cpu" else tables.state_bytes().get("tables_host", 0)
+        return hosted + storage_bytes([*parameters, *gradients, *self.model.buffers(), *state])
 
     def _stopped(self, stop: BaseException) -> tuple[str, str, bool]:
         """A signal: the user's to every rank, or torchrun's to those that are left when one fails."""

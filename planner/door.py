@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
 Value = int | float | str
+
+STACK_BYTES = 256 * 2**20
+"""Of matrices of one shape that Muon iterates at a time, in fp32: enough to fill a card, and an iteration holds about
+three times as much besides. A larger stack of experts stands alone."""
 Kind = Literal["int", "float", "choice", "text"]
 
 

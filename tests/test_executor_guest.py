@@ -143,7 +143,7 @@ def test_a_frozen_parameter_is_no_part_of_what_is_trained_or_counted_as_gradient
         ("guests:Frozen", r"has no parameter to train"),
         ("guests:Exits", r"its code ended the process: SystemExit: 0 \(.*guests\.py, line \d+\)"),
         ("guests:Raises", r"ValueError: no \(.*guests\.py, line \d+\)"),
-        ("guests:Logits", r"gives a tensor of shape \[2, 128, 256\]; it must give the mean cross-entropy, a scalar"),
+        ("guests:Logits", r"gives a tensor of shape \[\d+, \d+, 256\]; it must give the mean cross-entropy, a scalar"),
         ("guests:Alone", r"TypeError: .*takes 2 positional arguments but 3 were given"),
         ("guests:Unread", r"Tensor\.item\(\) cannot be called on meta tensors \(.*guests\.py, line \d+\)"),
         ("guests:number", r"gives a int; it must give a torch\.nn\.Module"),

@@ -10,6 +10,7 @@ from elsewhere import both
 from executor.mechanisms import muon_state_bf16
 from executor.optim.muon import COEFFICIENTS, EPS, Muon, lr_scale, orthogonalise
 from executor.optim.schedule import factor
+from planner.passes.cost import stacks
 
 SHAPES = ((48, 32), (32, 48), (48, 32), (32, 32), (4, 32))
 Named = list[tuple[str, nn.Parameter]]
@@ -222,3 +223,12 @@ def test_a_stack_of_matrices_with_inputs_first_is_updated_as_its_transpose_is() 
         muon.apply(muon.updates(), 0.1)
     assert torch.allclose(inputs_first.mT, rows_first, rtol=1e-5, atol=1e-6)
     assert lr_scale(inputs_first) == lr_scale(rows_first) == 1.5**0.5
+
+
+def test_the_planner_knows_the_stacks_that_are_iterated() -> None:
+    shapes = [(3, 4000, 3000), (4000, 3000), (8, 8), (4000, 3000), (2, 4000, 3000), (8, 8), (6, 4000, 3000)]
+    with torch.device("meta"):
+        named = [(str(place), nn.Parameter(torch.empty(shape))) for place, shape in enumerate(shapes)]
+        muon = Muon(named, [0, 0, 0, 1, 0, 0, 0], 0)
+    planned = stacks([{"shape": list(shape)} for shape in shapes], muon.owned)
+    assert [members for _, members in planned] == muon._groups == [[0, 1], [2, 5], [4], [6]]

@@ -32,6 +32,8 @@ class Undecided(nn.Module):
 number = 3
 """
 
+KERNELS = {"kda": "chunk_torch", "grouped": "grouped_loop"}
+
 
 @pytest.fixture
 def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +92,7 @@ def test_a_parameter_without_default_is_told(users: None) -> None:
         ({"muon_lr": "-1"}, "must be within 0 and 10"),
         ({"adamw_lr": "fast"}, "adamw_lr=fast: must be a number"),
         ({"ns_dtype": "fp16"}, "ns_dtype=fp16: must be one of auto, fp32, bf16"),
-        ({"kda": "triton"}, "kda=triton: must be one of auto, chunk_torch, recurrent_torch"),
+        ({"kda": "triton"}, "kda=triton: must be one of auto, chunk_fla, chunk_torch, recurrent_torch"),
     ],
 )
 def test_a_bad_setting_names_its_key_and_what_is_allowed(settings: dict[str, str], message: str) -> None:
@@ -119,12 +121,12 @@ def test_a_models_key_that_belongs_to_the_runtime_is_an_error() -> None:
 
 def test_heads_that_do_not_divide_the_width_are_told() -> None:
     with pytest.raises(BadWorkload, match="width=128 is not a multiple of heads=3"):
-        TINY.build(values(configure(TINY, {"heads": "3"})), {"kda": "chunk_torch"})
+        TINY.build(values(configure(TINY, {"heads": "3"})), KERNELS)
 
 
 def test_tiny_has_under_a_million_parameters_and_routes_its_block_matrices_to_muon() -> None:
     with torch.device("meta"):
-        model = TINY.build(values(configure(TINY, {})), {"kda": "chunk_torch"})
+        model = TINY.build(values(configure(TINY, {})), KERNELS)
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
     routed = split(model, "muon")
     assert {name.split(".", 2)[2] for name, _ in routed.muon} == {

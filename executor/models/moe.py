@@ -68,6 +68,9 @@ def _collect(rows: Tensor, places: Places, k: int) -> Tensor:
     return taken.view(-1, k, rows.shape[-1]).sum(1, dtype=_working(rows.dtype))
 
 
+# A sigmoid can be 0 in fp32, so the sum of all chosen can. Not smaller: its inverse times a gradient must stay finite.
+LEAST_SUM = 1e-20
+
 _Apply = Callable[[Tensor, Places, int], Tensor]
 
 
@@ -187,8 +190,8 @@ class MoE(nn.Module):
             ranked = affinity.detach() + self.bias if self.balance else affinity.detach()
             chosen = ranked.topk(self.topk, dim=-1).indices
             weights = affinity.gather(-1, chosen)
-            if self.topk > 1:  # a sigmoid can be 0 in fp32, so the sum of all chosen can
-                weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+            if self.topk > 1:
+                weights = weights / weights.sum(-1, keepdim=True).clamp_min(LEAST_SUM)
             return chosen, weights
 
     def slots(self, tokens: int) -> int | None:

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from executor.optim.steps import chunks, dropped, factor, gradients_of
+from planner.door import STACK_BYTES
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-STACK_BYTES = 256 * 2**20
-"""Of gradients iterated at a time: enough to fill a card, and an iteration holds about three times as much besides."""
 
 
 def orthogonalise(batch: Tensor, steps: int, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.door import kernel_set
+from planner.door import STACK_BYTES, kernel_set
 from schemas.form import Json
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -135,7 +135,7 @@ class Rank:
         total = {key: float(sum(counts[key] for counts in everywhere)) for key in ("flops", "bytes", "launches")}
         for key in ("flops", "bytes"):
             total[key] += sum(many(matrices[i]) * shapes[shape_name(matrices[i])][key] for i in self.updated)
-        total["launches"] += sum(shapes[name]["launches"] for name in {shape_name(matrices[i]) for i in self.updated})
+        total["launches"] += sum(shapes[name]["launches"] for name, _ in stacks(matrices, self.updated))
         return total
 
     def _adamw(self, mechanisms: Collection[str]) -> Mapping[str, Json]:
@@ -218,11 +218,8 @@ class Rank:
         """Temporaries at the optimizer's peak. Owned shapes are updated stack by stack, each beside the updates before
         it; then, on a fleet, all are packed into one buffer as wide as the largest owner; then applied; then AdamW."""
         shapes, width = self.account["shapes"][self.newton_schulz], DTYPE_BYTES[self.newton_schulz]
-        stacks: dict[str, list[int]] = {}
-        for place in self.owned:
-            stacks.setdefault(shape_name(self.account["matrices"][place]), []).append(place)
         done = highest = 0
-        for name, places in stacks.items():
+        for name, places in stacks(self.account["matrices"], self.owned):
             count = sum(many(self.account["matrices"][place]) for place in places)
             highest = max(highest, done + count * int(shapes[name]["temporary"]))
             done += width * sum(self._elements(place) for place in places)
@@ -252,3 +249,18 @@ def shape_name(matrix: Mapping[str, Json]) -> str:
 def many(matrix: Mapping[str, Json]) -> int:
     """How many matrices one row of the account stands for: the experts of a stack."""
     return math.prod(matrix["shape"][:-2])
+
+
+def stacks(matrices: Sequence[Mapping[str, Json]], places: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """(shape, places) of each stack that Muon iterates, in its order: of one shape, up to STACK_BYTES."""
+    found: list[tuple[str, list[int]]] = []
+    filling: dict[str, tuple[list[int], int]] = {}
+    for place in places:
+        name, nbytes = shape_name(matrices[place]), 4 * math.prod(matrices[place]["shape"])
+        stack, size = filling.get(name, ([], 0))
+        if not stack or size + nbytes > STACK_BYTES:
+            stack, size = [], 0
+            found.append((name, stack))
+        stack.append(place)
+        filling[name] = (stack, size + nbytes)
+    return found
