@@ -206,19 +206,19 @@ def table(runs: Sequence[Run], counts: Sequence[Mapping[str, Any]], data: Mappin
     step = max(set.intersection(*(set(run.evaluations) for run in evaluated)), default=0) if evaluated else 0
     whole = _mean([run for run in runs if run.variant == runs[0].variant], step)
     lines = [_caption(evaluated, step, data), ""]
-    lines += ["| | parameters | active | bits per byte | against the first | tokens/s | outcome |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += ["| | parameters | active | bits per byte | against the first | lowest | tokens/s | outcome |"]
+    lines += ["|---|--:|--:|--:|--:|--:|--:|---|"]
     for variant in dict.fromkeys(run.variant for run in runs):
         own = [run for run in runs if run.variant == variant]
         sizes = next((run.record for run in own if "active" in run.record), None)
         total, active = ("", "") if sizes is None else (f"{sizes['parameters']['total']:,}", f"{sizes['active']:,}")
         ended = "; ".join(dict.fromkeys(map(_ended, own)))
-        against = _against(_mean(own, step), whole)
-        lines.append(f"| {variant} | {total} | {active} | {_shown(own, step)} | {against} | {_pace(own)} | {ended} |")
+        columns = (variant, total, active, _shown(own, step), _against(_mean(own, step), whole), _lowest(own))
+        lines.append(f"| {' | '.join(columns)} | {_pace(own)} | {ended} |")
     for row in counts:
         for key, more in (("context_of_the_window", ""), ("running_context", ", seeing before the window too")):
             name = f"Kneser-Ney of order {row['order']}{more}"
-            lines.append(f"| {name} | | | {row[key]:.4f} | {_against(row[key], whole)} | | |")
+            lines.append(f"| {name} | | | {row[key]:.4f} | {_against(row[key], whole)} | | | |")
     return "\n".join(lines) + "\n"
 
 
@@ -249,6 +249,15 @@ def _shown(own: Sequence[Run], step: int) -> str:
     return f"{fmean(found):.4f}{spread}" if found else ""
 
 
+def _lowest(own: Sequence[Run]) -> str:
+    """The lowest mean of all seeds' evaluations, and after which step."""
+    steps = set.intersection(*(set(run.evaluations) for run in own))
+    if not steps:
+        return ""
+    step = min(steps, key=lambda at: fmean(run.evaluations[at] for run in own))
+    return f"{fmean(run.evaluations[step] for run in own):.4f} (step {step})"
+
+
 def _against(value: float | None, whole: float | None) -> str:
     return "" if value is None or whole is None or value == whole else f"{value - whole:+.4f}"
 
@@ -263,6 +272,14 @@ def _ended(run: Run) -> str:
     last = max(run.evaluations.items(), default=None)
     said = "" if last is None else f" ({last[1]:.4f} after {last[0]})"
     return run.outcome.replace("|", "/").replace("\n", " ") + said
+
+
+def rendered(document: Mapping[str, Any]) -> str:
+    """The table of a kept learns.json."""
+    runs = [
+        Run(row["variant"], row["seed"], row["settings"], Path(), row["outcome"], None, row) for row in document["runs"]
+    ]
+    return table(runs, document["counted"], document["data"])
 
 
 def _options() -> argparse.Namespace:
@@ -283,12 +300,16 @@ def _options() -> argparse.Namespace:
     add("--orders", type=int, nargs="*", default=[5, 8], help="of Kneser-Ney")
     add("--jobs", type=int, default=5, help="runs at a time")
     add("--minutes", type=float, default=60.0, help="after which what still runs is stopped")
+    add("--render", type=Path, metavar="learns.json", help="run nothing: print the table of what is kept there")
     add("--out", type=Path, default=Path("runs", time.strftime("learns-%Y%m%dT%H%M%S")))
     return parser.parse_args()
 
 
 def main() -> None:
     asked, begun = _options(), time.monotonic()
+    if asked.render is not None:
+        sys.stdout.write(rendered(json.loads(asked.render.read_text())))
+        return
     common = dict(text.split("=", 1) for text in asked.set)
     found = variants(asked.model, common)
     whole = next(iter(found.values()))
