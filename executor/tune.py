@@ -188,7 +188,7 @@ def _write(folder: Path, index: Tuned) -> None:
 def _time_grouped(shapes: Sequence[Mapping[str, int]], dtypes: Sequence[str], card: str, folder: Path) -> None:
     from executor.kernels.timing import grouped_seconds
 
-    versions = {package: version(package) for package in ("torch", "triton")}
+    versions = {package: version(package).partition("+")[0] for package in ("torch", "triton")}
     rows: dict[str, list[dict[str, Any]]] = {}
     for shape in shapes:
         for dtype in dtypes:

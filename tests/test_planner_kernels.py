@@ -20,10 +20,12 @@ SHAPE = {"heads": 4, "head": 32}
 TUNED = {"card": "Card 0", "triton": "3.6.0", "fla": "0.6.0", "head": 32, "heads": [4, 12], "dtypes": ["bf16"]}
 
 
-def timed(row: str, seconds: float, card: str = "Card 0", batch: int = 4, dtype: str = "bf16") -> dict[str, Any]:
+def timed(
+    row: str, seconds: float, card: str = "Card 0", batch: int = 4, dtype: str = "bf16", triton: str = "3.6.0"
+) -> dict[str, Any]:
     """A kept timing, of the row by that name."""
     shape = {**SHAPE, "batch": batch, "seq": 128}
-    kept = {"card": card, "toolchain": {"triton": "3.6.0"}, "shape": shape, "dtype": dtype, "seconds": seconds}
+    kept = {"card": card, "toolchain": {"triton": triton}, "shape": shape, "dtype": dtype, "seconds": seconds}
     return {"row": row, "kept": kept}
 
 
@@ -56,10 +58,11 @@ def test_of_rows_timed_on_the_card_the_fastest_is_taken_and_the_decision_says_so
         [timed("chunk_torch", 0.002)],  # alone it was compared with nothing
         [timed("chunk_fla", 0.005, card="Card 1"), timed("chunk_torch", 0.002, card="Card 1")],
         [timed("chunk_fla", 0.005, dtype="fp16"), timed("chunk_torch", 0.002, dtype="fp16")],
+        [timed("chunk_fla", 0.005, triton="3.5.0"), timed("chunk_torch", 0.002, triton="3.5.0")],
         [timed("chunk_fla", 0.005), timed("recurrent_torch", 0.001)],  # no row that auto reaches
     ],
 )
-def test_timings_of_one_row_another_card_or_dtype_decide_nothing(kept: list[dict[str, Any]]) -> None:
+def test_timings_of_one_row_another_card_dtype_or_toolchain_decide_nothing(kept: list[dict[str, Any]]) -> None:
     assert chosen(*kept)["chosen"] == "chunk_fla"
 
 

@@ -69,7 +69,7 @@ def _auto(
     vetoes = {row["name"]: kernel_veto(row, kind, capability, dtype, toolchain) for row in rows}
     able = [row for row in reachable(rows) if vetoes[row["name"]] is None]
     chosen = able[0] if able else rows[0]
-    why, timing = chosen["why"], _timing(able, device["name"]["value"], dtype, shape)
+    why, timing = chosen["why"], _timing(able, (device["name"]["value"], dtype), toolchain, shape)
     if timing is not None:
         fastest = min(timing.seconds, key=lambda row: timing.seconds[row])
         chosen = next(row for row in able if row["name"] == fastest)
@@ -101,13 +101,19 @@ def _shape(request: Mapping[str, Json], account: Mapping[str, Json], name: str, 
 
 
 def _timing(
-    able: Sequence[Mapping[str, Json]], card: str | None, dtype: str, shape: Mapping[str, int]
+    able: Sequence[Mapping[str, Json]],
+    where: tuple[str | None, str],
+    toolchain: Mapping[str, Json],
+    shape: Mapping[str, int],
 ) -> _Timing | None:
-    """The kept timings of two ``able`` rows or more at the nearest shape; None where there are none for the card."""
+    """The kept timings of two ``able`` rows or more at the nearest shape; None where there are none for the card and
+    dtype ``where``, under the toolchain's versions (of which a build's own suffix does not count)."""
+    versions = {name: str(item["value"]).partition("+")[0] for name, item in toolchain.items()}
     shapes: dict[tuple[tuple[str, int], ...], dict[str, float]] = {}
     for row in able:
         for item in row.get("timed", ()):
-            if item["card"] == card and item["dtype"] == dtype:
+            alike = all(versions.get(name) == version for name, version in item["toolchain"].items())
+            if (item["card"], item["dtype"]) == where and alike:
                 best = shapes.setdefault(tuple(sorted(item["shape"].items())), {})
                 best[row["name"]] = min(item["seconds"], best.get(row["name"], math.inf))
     known = {timed: by_row for timed, by_row in shapes.items() if len(by_row) > 1}
