@@ -101,7 +101,7 @@ def test_a_person_is_told_that_the_first_run_will_tune() -> None:
     summary, shown = io.StringIO(), io.StringIO()
     summarise(made, Page(summary))
     show(made, Page(shown))
-    assert "rank 0: kernel kda: none are kept for this card" in summary.getvalue()
+    assert "rank 0: kernel kda: no tuned configurations are kept for this card" in summary.getvalue()
     assert "(tuned: none)" in " ".join(shown.getvalue().split())
 
 

@@ -81,7 +81,8 @@ def test_cheapest_is_the_fastest_of_all_sets_that_fit_by_brute_force(gigabytes: 
     rank, limit, rows = rank_facts(made, account("b1"), 0), memory(made)["limit"], account("b1")["mechanisms"]
 
     def seconds(names: tuple[str, ...]) -> float:
-        return max(rank.compute_seconds(8, 512, held) + rank.update_seconds(held) for held in ((), names))
+        parts = itertools.chain.from_iterable(itertools.combinations(names, size) for size in range(len(names) + 1))
+        return max(rank.compute_seconds(8, 512, held) + rank.update_seconds(held) for held in parts)
 
     sets = [names for size in range(7) for names in itertools.combinations(ORDER, size)]
     sets = [names for names in sets if not any(set(rows[name].get("excludes", ())) & set(names) for name in names)]
@@ -96,6 +97,13 @@ def test_nothing_is_engaged_for_speed_where_all_fits() -> None:
     rank = rank_facts(made, account("b1"), 0)
     assert rank.compute_seconds(8, 512, ["engram_ram"]) < rank.compute_seconds(8, 512, [])
     assert engaged(made) == []
+
+
+def test_nothing_is_engaged_for_speed_beside_what_is_needed() -> None:
+    made = plan("v100-pcie-32gb", fit=[22 * GIGA])
+    rank, limit, names = rank_facts(made, account("b1"), 0), memory(made)["limit"], engaged(made)
+    fewer = [tuple(other for other in names if other != name) for name in names]
+    assert names and all(rank.peak(8, 512, held) > limit for held in fewer)
 
 
 def test_tables_are_masters_gradients_and_moments_until_they_leave_the_device() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -247,6 +248,23 @@ def test_what_cannot_be_honoured_is_refused_with_four_parts(row: dict[str, Any])
     text = caught.value.text()
     for words in (f"refused ({row['code']})", "found:", "why:", "to fix:", *row["says"]):
         assert words in text
+    assert text.count(f"refused ({row['code']})") == row.get("times", 1)
+
+
+def test_following_the_larger_budget_that_a_refusal_names_is_planned() -> None:
+    asked, found, work = request(fit=[10_000_000]), fleet(1e12, free=10**12), account()
+    with pytest.raises(Refused, match="does-not-fit") as caught:
+        compile_plan(asked, found, work)
+    budget = round(float(re.search(r"to fix: --fit ([0-9.]+)", caught.value.text())[1]) * 1e9)  # type: ignore[index]
+    made = compile_plan(request(fit=[budget]), found, work)
+    assert made["ranks"][0]["memory"]["peak"]["value"] <= made["ranks"][0]["memory"]["limit"]["value"]
+
+
+def test_fp16_on_a_cpu_is_reckoned_by_scalar_products() -> None:
+    whole, half = (compile_plan(request(dtype=[dtype]), record(), account()) for dtype in ("fp32", "fp16"))
+    rates = [made["ranks"][0]["rates"]["products"]["value"] for made in (whole, half)]
+    assert rates[0] > 10 * rates[1]
+    assert half["step"]["seconds"]["value"] > 2 * whole["step"]["seconds"]["value"]
 
 
 def test_every_refusal_of_planning_has_a_case() -> None:

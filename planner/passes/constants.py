@@ -37,6 +37,9 @@ LARGEST_BUCKET_BYTES = 128 * MEBI
 CPU_FLOPS_PER_LANE = Assumed(
     2.0, 0.6, 4.0, "FLOP/cycle", "one fused multiply-add a lane and cycle; small products reach less, two ports more"
 )
+CPU_FP16_FLOPS = Assumed(
+    1.6, 0.8, 64.0, "FLOP/cycle", "a core's fp16 products are scalar (1.6 seen) unless it has AVX512-FP16"
+)
 CPU_BANDWIDTH = Assumed(
     1.3e10, 4e9, 3e10, "B/s", "one core's operand traffic, between its share of memory and its cache"
 )

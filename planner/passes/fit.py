@@ -62,6 +62,7 @@ class _Search:
         self.rooms = [host_room(ledger.draft, entry) for entry in entries]
         # Without rates no set is known to be the cheapest.
         self.blind = not self.in_order and any(rank.rates is None for rank in self.ranks)
+        self._timed: dict[tuple[int, Mechanisms], float] = {}
 
     def decide(self) -> None:
         fleet, chosen = self._chosen()
@@ -178,10 +179,15 @@ class _Search:
         rank, (b, t) = self.ranks[place], self.shapes[place]
         seconds = None
         if rank.rates is not None:
-            # None counts as a gain in time: that would engage it where it is not needed.
-            times = [rank.compute_seconds(b, t, held) + rank.update_seconds(held) for held in ((), mechanisms)]
-            seconds = max(times)
+            # A gain in time counts for nothing, also beside another mechanism: it would engage what is not needed.
+            seconds = max(self._seconds(place, held) for held in self.offer.subsets(mechanisms, asked=()))
         return Candidate(mechanisms, rank.peak(b, t, mechanisms), rank.hosted(b, t, mechanisms)[0], seconds)
+
+    def _seconds(self, place: int, mechanisms: Mechanisms) -> float:
+        if (place, mechanisms) not in self._timed:
+            rank, (b, t) = self.ranks[place], self.shapes[place]
+            self._timed[place, mechanisms] = rank.compute_seconds(b, t, mechanisms) + rank.update_seconds(mechanisms)
+        return self._timed[place, mechanisms]
 
     def _holds(self, place: int, candidate: Candidate) -> bool:
         limit, room = self.limits[place], self.rooms[place]

@@ -155,6 +155,7 @@ def _tuned(
         why = f"tuned configurations are kept for this card, but not for {shape.get('heads')} heads: the nearest serve"
         return reading("near", "", "computed", why, inputs=inputs)
     why = (
-        f"none are kept for this card and toolchain: the first run will tune for about {TUNING_MINUTES} minutes a dtype"
+        "no tuned configurations are kept for this card and toolchain: "
+        f"the first run will tune for about {TUNING_MINUTES} minutes a dtype"
     )
     return reading("none", "", "computed", why, inputs=inputs)

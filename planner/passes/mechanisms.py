@@ -36,10 +36,12 @@ class Offer:
         """Whether no mechanism of ``names`` excludes another."""
         return not any(set(self.rows[name].get("excludes", ())) & set(names) for name in names)
 
-    def subsets(self, names: Sequence[str], beside: Mechanisms = ()) -> list[Mechanisms]:
+    def subsets(
+        self, names: Sequence[str], beside: Mechanisms = (), asked: Collection[str] | None = None
+    ) -> list[Mechanisms]:
         """The sets of ``names`` that go together with ``beside``, smallest first, each in the order of ``names``; all
-        hold those of them that were asked for."""
-        must = set(self.asked) & set(names)
+        hold those of them that were ``asked`` for (None: in the request)."""
+        must = set(self.asked if asked is None else asked) & set(names)
         sizes = range(len(must), len(names) + 1)
         sets = itertools.chain.from_iterable(itertools.combinations(names, size) for size in sizes)
         return [chosen for chosen in sets if must <= set(chosen) and self.together((*beside, *chosen))]

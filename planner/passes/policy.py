@@ -259,11 +259,16 @@ def _cpu_rates(ledger: Ledger, base: str, device: str, key: str) -> None:
     if key in found:
         ledger.compute(f"{rates}/products", "FLOP/s", float, [f"{device}/{key}"], "as the record has it")
         return
-    ledger.put(f"{rates}/flops_per_lane", constants.CPU_FLOPS_PER_LANE.reading())
     clock = f"{device}/clock"
     if found["clock"]["value"] is None:
         clock = f"{rates}/clock"
         ledger.put(clock, constants.CPU_CLOCK_HZ.reading())
+    if key == "rate_fp16":
+        ledger.put(f"{rates}/flops_a_cycle", constants.CPU_FP16_FLOPS.reading())
+        inputs, why = [f"{rates}/effective_cores", clock, f"{rates}/flops_a_cycle"], "cores x clock x FLOP a cycle"
+        ledger.compute(f"{rates}/products", "FLOP/s", lambda n, hertz, flops: n * hertz * flops, inputs, why)
+        return
+    ledger.put(f"{rates}/flops_per_lane", constants.CPU_FLOPS_PER_LANE.reading())
     inputs = [f"{rates}/effective_cores", clock, f"{device}/vector_bits", f"{rates}/flops_per_lane"]
     why = "cores x clock x (vector bits / 32) lanes x FLOP a lane and cycle"
     ledger.compute(

@@ -5,13 +5,15 @@ Each way is tried on every rank before it is said, so that following it does not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from planner.passes import constants
 from planner.passes.cost import STATE, Rank
 from planner.passes.layout import device_pointer
 from planner.passes.mechanisms import Mechanisms, offer
-from planner.passes.ranks import rank_facts
+from planner.passes.ranks import device_room, rank_facts
 from planner.passes.split import largest_within
 from planner.views.words import size
 from schemas.document import resolve
@@ -22,7 +24,8 @@ _MOST = 2**20
 
 @dataclass(frozen=True)
 class _Room:
-    """One rank entry: how many ranks, their shape, what they may hold, and the sets of mechanisms there are."""
+    """One rank entry: how many ranks, their shape, what they may hold (``limit``; without a budget ``device``; None:
+    unknown), and the sets of mechanisms there are."""
 
     count: int
     members: list[int]
@@ -30,11 +33,16 @@ class _Room:
     batch: int
     length: int
     limit: float | None
+    device: float | None
     open: list[Mechanisms]
     every: list[Mechanisms]
 
     def holds(self, batch: int, length: int, sets: list[Mechanisms]) -> bool:
         return self.limit is None or any(self.rank.peak(batch, length, engaged) <= self.limit for engaged in sets)
+
+    def least(self, length: int) -> float:
+        """The peak of one sequence of ``length`` under the mechanisms that leave least."""
+        return min(self.rank.peak(1, length, engaged) for engaged in self.every)
 
     def most(self, length: int) -> int:
         """The most sequences of ``length`` that fit; 0 where not even one does."""
@@ -49,15 +57,20 @@ def ways_to_fit(plan: Mapping[str, Json], request: Mapping[str, Json], account: 
     ways = []
     if request["fit"] in (None, "off") and all(room.holds(room.batch, room.length, room.every) for room in rooms):
         ways.append(f"--fit {_budgets(plan)}, which engages memory mechanisms")
+    ways += _more(rooms, request)
     ways += _batches(rooms, request)
     length = _longest(rooms, account["granule"])
     if length:
         ways.append(f"--seq {length}")
     if ways:
         return ", or ".join(ways)
-    worst = max(rooms, key=lambda room: _state(room) - (room.limit or 0))
+    granule = account["granule"]
+    worst = max(rooms, key=lambda room: room.least(granule) - (room.limit or 0))
     what = "weights, gradients, optimizer state" + (" and CUDA's libraries" if worst.rank.kind == "cuda" else "")
-    return f"a smaller model or a larger device: {what} alone hold {size(_state(worst))}"
+    return (
+        f"a smaller model or a larger device: one sequence of {granule} takes {size(round(worst.least(granule)))}, "
+        f"and {what} alone hold {size(_state(worst))}"
+    )
 
 
 def _room(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mapping[str, Json], place: int) -> _Room:
@@ -70,9 +83,21 @@ def _room(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mappin
         batch=entry["batch"]["chosen"],
         length=entry["seq"]["chosen"],
         limit=entry["memory"]["limit"]["value"],
+        device=device_room(plan, entry),
         open=offers.open_sets(rank.kind, request["fit"]),
         every=offers.open_sets(rank.kind, "auto"),
     )
+
+
+def _more(rooms: list[_Room], request: Mapping[str, Json]) -> list[str]:
+    """A larger budget, where the budget binds and the devices hold what was planned."""
+    if not isinstance(request["fit"], list):
+        return []
+    needs = [min(room.rank.peak(room.batch, room.length, engaged) for engaged in room.open) for room in rooms]
+    if any(room.device is None or need > room.device for need, room in zip(needs, rooms, strict=True)):
+        return []
+    least = math.ceil(max(needs) / constants.FIT_HEADROOM / 1e8) / 10
+    return [f"--fit {max(least, max(request['fit']) / 1e9):.10g}"]
 
 
 def _batches(rooms: list[_Room], request: Mapping[str, Json]) -> list[str]:

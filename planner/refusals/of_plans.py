@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 from planner.data import least_length, longest_stride
@@ -120,15 +121,16 @@ def reduce_alone(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 def fit_unknown_memory(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     if facts["request"]["fit"] != "auto":
         return
-    for key, device in facts["record"]["devices"].items():
-        if device["memory_free"]["value"] is None:
-            yield Refusal(
-                "fit-unknown-memory",
-                "--fit auto",
-                f"{key}: free memory unknown ({device['memory_free']['why']})",
-                "auto fills the memory that is free, and how much that is could not be read",
-                "give a budget in GB: --fit 16",
-            )
+    free = {key: device["memory_free"] for key, device in facts["record"]["devices"].items()}
+    unread = [f"{key}: free memory unknown ({item['why']})" for key, item in free.items() if item["value"] is None]
+    if unread:
+        yield Refusal(
+            "fit-unknown-memory",
+            "--fit auto",
+            "; ".join(unread),
+            "auto fills the memory that is free, and how much that is could not be read",
+            "give each rank a budget in GB, as in --fit 16",
+        )
 
 
 def data_too_short(plan: Facts, facts: Facts) -> Iterator[Refusal]:
@@ -211,7 +213,7 @@ def mechanism_unavailable(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         if name not in rows:
             offered = sorted(rows, key=lambda name: int(rows[name]["order"]))
             found = f"{plan['workload']['model']} offers {', '.join(offered) or 'none'}"
-            why = "there is nothing that it could act on"
+            why = "no mechanism of this name has anything to act on in it"
         elif kinds - set(rows[name]["devices"]):
             found = f"ranks on {' and '.join(sorted(kinds))}"
             why = f"{name} runs on {' and '.join(rows[name]['devices'])}"
@@ -237,8 +239,8 @@ def mechanism_fleet(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 def mechanisms_exclude(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     rows, asked = facts["account"]["mechanisms"], facts["request"].get("mechanisms") or ()
-    for name in asked:
-        for other in set(rows.get(name, {}).get("excludes", ())) & set(asked):
+    for name, other in itertools.combinations(asked, 2):
+        if other in rows.get(name, {}).get("excludes", ()) or name in rows.get(other, {}).get("excludes", ()):
             yield Refusal(
                 "mechanisms-exclude",
                 f"--mechanisms {','.join(asked)}",
