@@ -158,7 +158,7 @@ class _Run:
         corpora = build.open_corpora(self.data.sources, self.places.data)
         self.reader = build.reader(corpora, self.data)
         self.workload, self.model = build.model(self.work, dict(self.rank.kernels))
-        if self.rank.rank == 0:
+        if self._keeps_model():
             self._require_room()
         digest = honour.workload_facts(self.workload, self.model, self.work.opt)
         return {"data": honour.data_facts(corpora), "workload_digest": digest}
@@ -275,7 +275,7 @@ class _Run:
         with _undisturbed():
             mine = self._measured()
             gathered = self._gathered(mine) if agreed else None
-            lost = self._keep_model() if outcome == "finished" and self.rank.rank == 0 else None
+            lost = self._keep_model() if outcome == "finished" and self._keeps_model() else None
             self.reporter.close()
             speaks = self.rank.rank == 0 if gathered is not None else self.meeting.speaks(_CULPRIT_SECONDS)
             entry, notice = None, lost
@@ -286,6 +286,10 @@ class _Run:
                     notice = "; it ".join(filter(None, (lost, unkept))) or None
             model = getattr(self, "model", nn.Module())
             return Outcome(outcome, reason, gathered is not None, speaks, model, entry, notice)
+
+    def _keeps_model(self) -> bool:
+        """Whether this rank leaves the trained model. A plan from before there was the choice always does."""
+        return self.rank.rank == 0 and self.work.config.get("keep_model", "final") == "final"
 
     def _keep_model(self) -> str | None:
         """Leave the trained model in the run's folder; why it could not be, where it could not."""

@@ -267,3 +267,15 @@ def test_a_run_is_refused_where_its_model_would_find_no_room(tmp_path: Path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(BadRank, match=r"--run-dir .*: the trained model takes \d+ bytes; 1000 are free there"):
         execute(plan, Places(None, tmp_path / "run", (data,)))
+
+
+def test_a_run_that_is_to_leave_no_model_leaves_none_and_needs_no_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = plans.corpus(tmp_path)
+    plan = plans.plan(data, settings={"keep_model": "none"}, steps=2)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    done = execute(plan, Places(None, tmp_path / "run", (data,)))
+    assert (done.outcome, done.notice) == ("finished", None)
+    assert os.listdir(tmp_path / "run") == ["metrics.jsonl"]
