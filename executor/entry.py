@@ -6,6 +6,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from shlex import quote
 
@@ -39,9 +40,9 @@ def compose(
 ) -> dict[str, Json]:
     """The entry named ``name``, without what chains it to the plan.
 
-    ``rows`` are the ranks' facts; toolchain and data are rank 0's.
+    ``rows`` are the ranks' facts; toolchain and data are rank 0's. An evaluation that was not finite has no number.
     """
-    evaluations = [{"step": step, "bits_per_byte": six(bits)} for step, bits in progress.evaluations]
+    scored = [(step, six(bits) if isfinite(bits) else None) for step, bits in progress.evaluations]
     return {
         "id": name,
         "start": start,
@@ -50,8 +51,8 @@ def compose(
         "reason": reason,
         "steps": progress.steps,
         "final_loss": None if progress.final_loss is None else six(progress.final_loss),
-        "bits_per_byte": evaluations[-1]["bits_per_byte"] if evaluations else None,
-        "evaluations": evaluations,
+        "bits_per_byte": scored[-1][1] if scored else None,
+        "evaluations": [{"step": step, "bits_per_byte": bits} for step, bits in scored if bits is not None],
         "fingerprint": fingerprint,
         "fingerprints_compared": progress.compared,
         "skipped_steps": progress.skipped,

@@ -80,7 +80,8 @@ class Teller:
     def evaluated(self, step: int, bits_per_byte: float) -> None:
         """After ``step`` steps."""
         self._write({"step": step, "bits_per_byte": bits_per_byte})
-        self.say(f"after {step} steps: held-out {bits_per_byte:.4f} bits per byte")
+        found = f"held-out {bits_per_byte:.4f} bits per byte"
+        self.say(f"after {step} steps: {found if math.isfinite(bits_per_byte) else 'the held-out loss is not finite'}")
 
     def skipped(self, step: int, reason: str) -> None:
         """``step`` is counted from 0, as the loop does."""

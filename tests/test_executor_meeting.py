@@ -13,8 +13,11 @@ import pytest
 from torch.distributed import HashStore
 
 from executor import launch
+from executor.entry import compose
+from executor.loop import Progress
 from executor.meeting import Meeting, RankFailed
 from executor.reporter import Teller
+from schemas.form import render
 
 
 @pytest.fixture
@@ -140,6 +143,7 @@ def test_lines_are_for_a_person_and_metrics_for_a_program(tmp_path: Path) -> Non
     teller.skipped(4, "rank 1: loss is not finite")
     teller.step(4, 5, float("nan"), 1.0, 0.5, 100)
     teller.evaluated(4, 3.25)
+    teller.evaluated(5, float("nan"))
     teller.close()
     lines = out.getvalue().splitlines()
     assert [line.split()[2] for line in lines if "loss 2.5" in line] == ["1/4", "3/4", "4/4"]
@@ -152,6 +156,15 @@ def test_lines_are_for_a_person_and_metrics_for_a_program(tmp_path: Path) -> Non
     assert rows[5] == {"run": "run-1", "step": 5, "skipped": "rank 1: loss is not finite"}
     assert rows[6]["loss"] is None
     assert rows[7] == {"run": "run-1", "step": 4, "bits_per_byte": 3.25}
+    assert rows[8]["bits_per_byte"] is None
+    assert lines[-1].endswith("after 5 steps: the held-out loss is not finite")
+
+
+def test_an_evaluation_that_is_not_finite_has_no_number_in_the_record() -> None:
+    progress = Progress(steps=4, evaluations=[(2, 3.25), (4, float("nan"))])
+    entry = compose("run", "now", "finished", None, progress, None, [], "source", {}, {}, {})
+    assert entry["evaluations"] == [{"step": 2, "bits_per_byte": 3.25}] and entry["bits_per_byte"] is None
+    render(entry)
 
 
 def test_a_full_disk_ends_no_run(tmp_path: Path) -> None:
