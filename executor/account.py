@@ -37,7 +37,9 @@ from executor.phantom import phantoms
 from executor.workloads import Module, build, configure, is_ours, resolve, values
 from planner.door import (
     BadWorkload,
+    ConfigRow,
     Form,
+    Idling,
     KernelRow,
     MechanismRow,
     Shaped,
@@ -57,7 +59,7 @@ COUNTS = ("flops", "bytes", "launches", "saved", "peak", "host", "link")
 OF_TABLES = ("tables_bytes", "tables_peak")  # what a model with tables has besides
 DTYPES = ("fp32", "bf16")  # fp16 is as wide as bf16 and launches the same
 # No part of what the work is: what is kept of real cards differs from one machine to the next.
-_KEPT = ("timed", "tuned")
+_KEPT = ("most", "timed", "tuned")
 _APPLY = {mechanism.NAME: mechanism.apply for mechanism in ORDERED}
 Points = tuple[tuple[int, int], ...]
 Kernels = Mapping[str, Sequence[KernelRow]]
@@ -79,6 +81,7 @@ def _body(workload: Workload, model: str, settings: Mapping[str, str], opt: str)
     with torch.device("meta"):
         whole = build(workload, chosen, kernels, label)
     routed = split(whole, opt)
+    _refuse_idle(workload, config)
     mechanisms = _mechanisms(whole, routed, opt, points(workload))
     called = _called(workload, chosen, label)
     for kernel in workload.kernels.keys() - called.keys():
@@ -110,6 +113,13 @@ def _body(workload: Workload, model: str, settings: Mapping[str, str], opt: str)
         "kernel_shapes": _kernel_shapes(workload, chosen),
         "mechanisms": mechanisms,
     }
+
+
+def _refuse_idle(workload: Workload, config: Mapping[str, ConfigRow]) -> None:
+    """Raise BadWorkload for a key of the model that was asked for and changes nothing beside the others."""
+    for key, reason in (workload.idle(values(config)) if isinstance(workload, Idling) else {}).items():
+        if config[key]["asked"] is not None:
+            raise BadWorkload(f"{key}={config[key]['chosen']} would change nothing beside {reason}; leave it out")
 
 
 def _checked(request: Mapping[str, Any]) -> tuple[str, Mapping[str, str], str]:

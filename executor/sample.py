@@ -190,14 +190,19 @@ def _computing(
 
     On a CPU the dtype is fp32, which is exact and no slower there. Raises Unserved where a kernel has no row that runs.
     """
+    from planner.door import Shaped
     from planner.passes.legality import kernel_veto, legal
 
     planned = str(facts.get("dtype"))
     able = kind == "cuda" and planned in ("fp16", "bf16") and legal(planned, kind, capability)[0]
     dtype, kernels = planned if able else "fp32", {}
-    for name, rows in workload.kernels.items():
-        vetoes = {row["name"]: kernel_veto(row, kind, capability, dtype, toolchain) for row in rows}
-        asked = str(facts.get("kernels", {}).get(name))
+    config: Mapping[str, Json] = facts["config"]
+    whole = all(key.name in {*config, *workload.kernels} for key in workload.keys)  # where not, building it tells
+    shapes = workload.kernel_shapes(config) if whole and isinstance(workload, Shaped) else {}
+    ran: Mapping[str, Json] = facts.get("kernels", {})
+    for name in sorted(workload.kernels.keys() & ran.keys()):  # of the others none was called
+        rows, shape, asked = workload.kernels[name], shapes.get(name, {}), str(ran[name])
+        vetoes = {row["name"]: kernel_veto(row, kind, capability, dtype, toolchain, shape) for row in rows}
         chosen = next((row for row in (asked, *vetoes) if vetoes.get(row, "") is None), None)
         if chosen is None:
             reasons = "; ".join(f"{row} {why}" for row, why in vetoes.items())

@@ -98,11 +98,13 @@ class KernelRow(_KernelRow, total=False):
 
     ``devices``: device types; ``min_sm``: lowest compute capability as text ("8.0") or None; ``dtypes``: compute
     dtypes of a run it serves; ``toolchain``: packages that must be present. ``counts_as``: the row whose counts stand
-    for this one's, where both keep and launch alike. ``timed`` and ``tuned``: what is kept of real cards; they say
-    nothing of what the work is, and so are no part of its digest.
+    for this one's, where both keep and launch alike. ``most``: the largest sizes that it takes, by their names in
+    `Shaped.kernel_shapes`. ``timed`` and ``tuned``: what is kept of real cards. These three say nothing of what the
+    work is, and so are no part of its digest.
     """
 
     counts_as: str
+    most: dict[str, int]
     timed: list[Timed]
     tuned: list[Tuned]
 
@@ -174,6 +176,15 @@ class Shaped(Protocol):
 
     def kernel_shapes(self, config: Mapping[str, Value]) -> Mapping[str, Mapping[str, int]]:
         """{kernel: {"head": channels a head, "heads": heads, ...}} of a resolved configuration."""
+        ...
+
+
+@runtime_checkable
+class Idling(Protocol):
+    """A workload that tells which of its keys change nothing under a configuration: asking for one is refused."""
+
+    def idle(self, config: Mapping[str, Value]) -> Mapping[str, str]:
+        """{key without effect: what makes it so, as in "experts=0"}."""
         ...
 
 

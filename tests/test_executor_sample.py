@@ -184,6 +184,11 @@ def test_what_a_models_own_code_does_wrong_is_told_in_one_line(
     assert (found, said in err, "Traceback" in err) == (code, True, False), err
 
 
+def test_of_a_kernel_that_the_run_did_not_call_nothing_is_said(tmp_path: Path, capfdbinary: Any) -> None:
+    code, out, err = called(capfdbinary, saved(tmp_path, kernels={"kda": CPU_KERNELS["kda"]}), "--bytes", 1)
+    assert code == 0 and out and not err
+
+
 def test_a_kernel_that_does_not_run_here_is_replaced_and_that_is_said(tmp_path: Path, capfdbinary: Any) -> None:
     planned = {**CPU_KERNELS, "kda": "of_another_card"}
     code, out, err = called(capfdbinary, saved(tmp_path, kernels=planned, dtype="bf16"), "--bytes", 1)

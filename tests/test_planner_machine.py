@@ -78,10 +78,13 @@ def test_an_exclusive_card_that_is_free_is_planned() -> None:
 def test_legality_and_the_toolchains_word_are_two_readings_and_the_stricter_wins() -> None:
     row = {"name": "fused", "devices": ["cuda"], "min_sm": "5.3", "dtypes": ["fp32", "fp16"], "toolchain": ["triton"]}
     triton = {"triton": reading("3.6.0", "", "probed", "made up")}
-    assert kernel_veto(row, "cuda", "7.5", "fp32", triton) is None
-    assert "the toolchain rules it out" in (kernel_veto(row, "cuda", "6.1", "fp32", triton) or "")
-    assert "its operands rule it out" in (kernel_veto(row, "cuda", "5.2", "fp32", triton) or "")
-    assert "not installed" in (kernel_veto(row, "cuda", "7.5", "fp32", {}) or "")
+    assert kernel_veto(row, "cuda", "7.5", "fp32", triton, {}) is None
+    assert "the toolchain rules it out" in (kernel_veto(row, "cuda", "6.1", "fp32", triton, {}) or "")
+    assert "its operands rule it out" in (kernel_veto(row, "cuda", "5.2", "fp32", triton, {}) or "")
+    wide = {**row, "most": {"head": 256}}
+    assert kernel_veto(wide, "cuda", "7.5", "fp32", triton, {"head": 256}) is None
+    assert kernel_veto(wide, "cuda", "7.5", "fp32", triton, {"head": 384}) == "takes a head of at most 256, not 384"
+    assert "not installed" in (kernel_veto(row, "cuda", "7.5", "fp32", {}, {}) or "")
     plan = compile_plan(
         request(),
         _machine({"sm": ["7.5"], "toolchain": {"arch_list": ["7.5"], "triton": "3.6.0", "cuda": "13.0"}}),

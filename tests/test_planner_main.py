@@ -155,7 +155,7 @@ def test_a_refusal_is_code_three_with_nothing_on_stdout(capsys: Any) -> None:
     assert "fsdp-muon" in err
 
 
-SMALL = [f"--set={pair}" for pair in ("layers=1", "width=32", "heads=2", "ffn=64")]
+SMALL = [f"--set={pair}" for pair in ("layers=1", "width=32", "heads=2")]
 EXPERTS = [f"--set={pair}" for pair in ("experts=2", "expert_ffn=16", "moe_capacity=1.25")]
 TABLES = [f"--set={pair}" for pair in ("engram_rows=50", "engram_heads=1", "engram_dim=8")]
 
@@ -170,6 +170,7 @@ TABLES = [f"--set={pair}" for pair in ("engram_rows=50", "engram_heads=1", "engr
         ("mechanism-unavailable", ["--devices=gtx-1080-ti", "--mechanisms=optim_8bit"], "GTX 1080 Ti"),
         ("mechanism-unavailable", ["--devices=rtx-3090+rtx-4090", "--mechanisms=optim_8bit"], "kinds of device"),
         ("adamw-fused", ["--devices=cpu", "--set=adamw=fused"], "to fix: --set adamw=auto"),
+        ("mechanism-unavailable", ["--devices=cpu", "--mechanisms=optim_8bit", "--set=adamw=ieee"], "adamw=ieee was"),
     ],
 )
 def test_what_the_whole_model_cannot_have_is_refused(
@@ -180,6 +181,28 @@ def test_what_the_whole_model_cannot_have_is_refused(
     text = err.decode()
     assert not out and f"refused ({code})" in text and words in text
     assert all(part in text for part in ("found:", "why:", "to fix:"))
+
+
+def test_a_fused_kernel_is_not_planned_for_heads_wider_than_it_takes(capsysbinary: Any) -> None:
+    wide = ["--model=tiny", "--devices=rtx-4090", "--set=layers=1", "--set=width=512", "--set=heads=1"]
+    assert front.main([*wide, "--set=kda=chunk_fla"]) == 3
+    assert b"chunk_fla takes a head of at most 256, not 512" in capsysbinary.readouterr().err
+    assert front.main(wide) == 0
+    assert b'"kda": {"asked": null, "chosen": "chunk_torch"' in capsysbinary.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (["topk=2"], "topk=2 would change nothing beside experts=0"),
+        (["expert_ffn=64"], "expert_ffn=64 would change nothing beside experts=0"),
+        (["experts=2", "expert_ffn=16", "ffn=64"], "ffn=64 would change nothing beside experts=2"),
+        (["engram_dim=8"], "engram_dim=8 would change nothing beside engram_rows=0"),
+    ],
+)
+def test_a_size_of_what_the_model_has_none_of_is_refused(asked: list[str], reason: str, capsysbinary: Any) -> None:
+    assert front.main([*SMALL, "--model=tiny", "--devices=cpu", *(f"--set={pair}" for pair in asked)]) == 2
+    assert reason in capsysbinary.readouterr().err.decode()
 
 
 def test_a_capacity_of_experts_on_one_rank_and_their_balance_on_two_are_planned(capsysbinary: Any) -> None:

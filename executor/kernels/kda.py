@@ -39,6 +39,7 @@ ROWS: tuple[KernelRow, ...] = (
         "min_sm": "8.0",
         "dtypes": ["bf16", "fp16"],
         "toolchain": ["triton", "fla-core"],
+        "most": {"head": 256},
         "why": "FLA's fused Triton kernels, chunks of 64; below sm_80 Triton's products use no tensor cores",
         "tuned": [index for _, index in tuned.kept()],
     },

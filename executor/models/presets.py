@@ -64,6 +64,13 @@ class KdaWorkload:
             called["grouped"] = {"experts": shape.experts, "topk": shape.topk, **sizes}
         return called
 
+    def idle(self, config: Mapping[str, Value]) -> Mapping[str, str]:
+        """The sizes of what this configuration has none of."""
+        dense, tables = not config["experts"], bool(config["engram_rows"])
+        unread = ("topk", "expert_ffn") if dense else ("ffn",)
+        found = dict.fromkeys(unread, f"experts={config['experts']}")
+        return found if tables else {**found, **dict.fromkeys(("engram_heads", "engram_dim"), "engram_rows=0")}
+
     def build(self, config: Mapping[str, Value], kernels: Mapping[str, str]) -> nn.Module:
         """The model for resolved keys; ``kernels`` names the rows that must run. Raises BadWorkload."""
         shape = _shape(config)

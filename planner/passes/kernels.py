@@ -66,7 +66,7 @@ def _auto(
     """The fastest of the rows timed on the device's card, else the first that can run."""
     kind = device["kind"]
     capability = device["sm"]["value"] if kind == "cuda" else None
-    vetoes = {row["name"]: kernel_veto(row, kind, capability, dtype, toolchain) for row in rows}
+    vetoes = {row["name"]: kernel_veto(row, kind, capability, dtype, toolchain, shape) for row in rows}
     able = [row for row in reachable(rows) if vetoes[row["name"]] is None]
     chosen = able[0] if able else rows[0]
     why, timing = chosen["why"], _timing(able, (device["name"]["value"], dtype), toolchain, shape)

@@ -61,11 +61,16 @@ def is_gtx16(name: str | None) -> bool:
 
 
 def kernel_veto(
-    row: Mapping[str, Json], kind: str, capability: str | None, dtype: str, toolchain: Mapping[str, Json]
+    row: Mapping[str, Json],
+    kind: str,
+    capability: str | None,
+    dtype: str,
+    toolchain: Mapping[str, Json],
+    shape: Mapping[str, int],
 ) -> str | None:
     """Why the kernel ``row`` of an account cannot run so; None when it can. The stricter word is named.
 
-    ``toolchain`` holds readings; a package whose version is unknown is not there.
+    ``toolchain`` holds readings; a package whose version is unknown is not there. ``shape`` is what it is called with.
     """
     if kind not in row["devices"]:
         return f"runs on {', '.join(row['devices'])}, not on {kind}"
@@ -76,6 +81,9 @@ def kernel_veto(
             return f"needs {sm_name(row['min_sm'])}, and this card is {sm_name(capability)} (its operands rule it out)"
     if dtype not in row["dtypes"]:
         return f"takes {', '.join(row['dtypes'])}, not {dtype}"
+    for size, most in row.get("most", {}).items():
+        if shape.get(size, 0) > most:
+            return f"takes a {size} of at most {most}, not {shape[size]}"
     return _toolchain_veto(row, kind, capability, toolchain)
 
 

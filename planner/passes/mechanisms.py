@@ -72,6 +72,9 @@ def barred(draft: Mapping[str, Json], row: Mapping[str, Json]) -> str | None:
     world = sum(len(entry["members"]) for entry in draft["ranks"])
     if row.get("fleet") is False and world > 1:
         return f"one rank alone can have it, and here are {world}: {row['fleet_why']}"
+    asked = draft["workload"]["config"].get("adamw", {}).get("asked")
+    if row.get("component") == "adamw_state" and asked not in (None, "auto"):
+        return f"adamw={asked} was asked for, and this is an AdamW of its own"
     missing = [item for item in row.get("toolchain", ()) if draft["toolchain"].get(item, {}).get("value") is None]
     if missing:
         return f"needs {', '.join(missing)}, not installed"

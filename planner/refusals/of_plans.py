@@ -258,7 +258,8 @@ def kernel_unsupported(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         capability = device["sm"]["value"] if device["kind"] == "cuda" else None
         for name, choice in entry["kernels"].items():
             row = next(row for row in facts["account"]["kernels"][name] if row["name"] == choice["chosen"])
-            veto = kernel_veto(row, device["kind"], capability, entry["dtype"]["chosen"], plan["toolchain"])
+            shape, dtype = facts["account"]["kernel_shapes"].get(name, {}), entry["dtype"]["chosen"]
+            veto = kernel_veto(row, device["kind"], capability, dtype, plan["toolchain"], shape)
             if veto is not None:
                 yield Refusal(
                     "kernel-unsupported",
