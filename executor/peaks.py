@@ -16,6 +16,8 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from schemas.form import Json
+
 LEAST_STEPS = 4  # a run of fewer has no step to spare for the profiler
 PROFILED_STEP = 1  # counted from 0
 OPTIMIZER_BEGINS = "dormouse: optimizer begins"
@@ -25,13 +27,15 @@ OPTIMIZER_BEGINS = "dormouse: optimizer begins"
 class Peaks:
     """Bytes by phase, each the highest over ``samples`` steps, and the instrument. ``absent`` says why there are none.
 
-    ``backward``: of forward and backward; ``optimizer``: of all after them.
+    ``backward``: of forward and backward; ``optimizer``: of all after them. ``reserved``: what a card's allocator held
+    at most in either, given out or not; None where there is no such allocator.
     """
 
     instrument: str
     backward: int = 0
     optimizer: int = 0
     samples: int = 0
+    reserved: int | None = None
     absent: str | None = None
 
     def add(self, backward: int, optimizer: int) -> None:
@@ -55,6 +59,18 @@ def probe(kind: str, steps: int, alive: Callable[[], int]) -> Probe:
     return CardProbe() if kind == "cuda" else CpuProbe(steps, alive)
 
 
+def pressure(kind: str, peaks: Peaks | None) -> dict[str, dict[str, Json]]:
+    """How near the card's allocator came to its end, ``{name: {"value", "reason"}}``: bytes reserved at most, and how
+    often it gave its whole cache back to find room. Retries are of the process, the smoke launch included."""
+    names = ("reserved_bytes", "allocator_retries")
+    if kind != "cuda":
+        return {name: {"value": None, "reason": "a CPU's allocator keeps no such count"} for name in names}
+    if peaks is None or peaks.reserved is None:
+        return {name: {"value": None, "reason": "the run ended before a step was done"} for name in names}
+    values = (peaks.reserved, torch.cuda.memory_stats()["num_alloc_retries"])
+    return {name: {"value": value, "reason": None} for name, value in zip(names, values, strict=True)}
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of ``tensors``, each storage once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -66,17 +82,19 @@ class CardProbe:
 
     def __init__(self) -> None:
         self.peaks = Peaks("cuda allocator")
-        self._backward = 0
+        self._backward = self._reserved = 0
 
     def begin(self, step: int) -> None:
         torch.cuda.reset_peak_memory_stats()
 
     def optimizer(self) -> None:
-        self._backward = torch.cuda.max_memory_allocated()
+        self._backward, self._reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         torch.cuda.reset_peak_memory_stats()
 
     def end(self) -> None:
         self.peaks.add(self._backward, torch.cuda.max_memory_allocated())
+        reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+        self.peaks.reserved = max(self.peaks.reserved or 0, reserved)
 
     def disturbs(self, step: int) -> bool:
         return False

@@ -26,7 +26,7 @@ from executor.loop import Observe, Progress, RunFailed, Training, train
 from executor.meeting import RankFailed, meet
 from executor.meter import Meter
 from executor.models.presets import TINY
-from executor.peaks import probe, storage_bytes
+from executor.peaks import pressure, probe, storage_bytes
 from executor.reporter import Mute, Reporter, Teller
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
 from planner.door import BadWorkload
@@ -326,10 +326,11 @@ class _Run:
     def _entry(self, outcome: str, reason: str | None, ranks: Mapping[int, Json]) -> dict[str, Json]:
         seen = {rank: rows for rank, rows in ranks.items() if rows is not None}
         lines = measured.lines(self.plan, seen, f"the run {outcome} before the rank gave its measurements")
+        pressed = pressure(self.rank.kind, None if self.meter is None else self.meter.probe.peaks)
         return compose(
             self.name, self.start, outcome, reason, self.progress,
             fingerprint(self.model) if outcome == "finished" else None,
-            self.rows, self._source(), conditions.seen(self.rank.kind, self.rank.device), *lines,
+            self.rows, self._source(), conditions.seen(self.rank.kind, self.rank.device) | pressed, *lines,
         )  # fmt: skip
 
     def _measured(self) -> dict[str, Json] | None:

@@ -14,7 +14,7 @@ from executor import build, measured
 from executor.clock import Clock
 from executor.data import open_corpus
 from executor.kernels.offload import pool
-from executor.peaks import CpuProbe, storage_bytes
+from executor.peaks import CardProbe, CpuProbe, Peaks, pressure, storage_bytes
 from executor.run import Places, execute
 from executor.slices import data_slice
 from schemas.document import is_reading, resolve, walk
@@ -46,6 +46,7 @@ def test_every_measurable_reading_is_measured_or_absent_and_predictions_are_copi
 def test_nothing_of_a_cpu_run_is_left_unmeasured(tmp_path: Path) -> None:
     _, entry = run(tmp_path, 6)
     assert entry["absent"] == {}
+    assert {"clocks", "reserved_bytes", "allocator_retries"} <= entry["conditions"].keys()
 
 
 def test_a_run_too_short_for_the_profiler_says_so(tmp_path: Path) -> None:
@@ -100,6 +101,44 @@ def test_the_profiler_finds_the_highest_bytes_of_each_phase() -> None:
     assert probe.peaks.absent is None
     assert probe.peaks.backward == 1000 + 3_000_000
     assert probe.peaks.optimizer == 1000 + 4_000_000
+
+
+def test_a_cards_peaks_are_the_highest_of_each_phase_over_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # (allocated, reserved) at the two marks of each step, as the allocator would tell them.
+    told = iter([(50, 70), (40, 70), (60, 80), (30, 95)])
+    now: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: now.append(next(told)) if not now else None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: now[-1][0])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: now[-1][1])
+    probe = CardProbe()
+    for step in range(2):
+        now.clear()
+        probe.begin(step)
+        probe.optimizer()
+        now[:] = [next(told)]
+        probe.end()
+    assert (probe.peaks.backward, probe.peaks.optimizer, probe.peaks.reserved) == (60, 40, 95)
+    assert probe.peaks.samples == 2
+
+
+def test_how_near_a_card_came_to_its_end_is_a_condition_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 3})
+    found = pressure("cuda", Peaks("cuda allocator", reserved=95))
+    assert {name: item["value"] for name, item in found.items()} == {"reserved_bytes": 95, "allocator_retries": 3}
+    for unknown in (pressure("cuda", None), pressure("cuda", Peaks("cuda allocator")), pressure("cpu", None)):
+        assert all(item["value"] is None and item["reason"] for item in unknown.values())
+
+
+@pytest.mark.gpu
+def test_what_a_card_reserves_is_no_less_than_what_it_gives_out() -> None:
+    probe = CardProbe()
+    probe.begin(0)
+    kept = torch.empty(2**22, device="cuda")
+    probe.optimizer()
+    probe.end()
+    assert probe.peaks.reserved is not None
+    assert probe.peaks.reserved >= probe.peaks.backward >= kept.nbytes
+    assert all(item["value"] is not None for item in pressure("cuda", probe.peaks).values())
 
 
 def test_spans_that_overlap_count_once() -> None:
