@@ -10,6 +10,7 @@ import pytest
 
 import handmade
 import worlds
+from planner.machine import catalogue
 from planner.passes.compile import compile_plan
 from planner.views import diff_render
 from planner.views.changes import changed
@@ -93,6 +94,18 @@ CASES = worlds.cases("causes.json")
 def test_what_was_asked_otherwise_is_named_as_the_cause(case: dict[str, Any]) -> None:
     causes = _causes(worlds.compiled(**case.get("before", {})), worlds.compiled(**case["asked"]))
     assert causes[case["pointer"]] == case["causes"]
+
+
+def test_a_mechanism_asked_for_by_name_is_the_cause_of_all_that_it_changes() -> None:
+    card = seal(catalogue.record_body("rtx-4090"))
+    old, new = (
+        compile_plan(worlds.request(mechanisms=asked), card, worlds.account("b1")) for asked in (None, ["engram_ram"])
+    )
+    causes = _causes(old, new)
+    assert {"/ranks/0/mechanisms", "/ranks/0/memory/masters", "/ranks/0/demand/optimizer_bytes"} <= causes.keys()
+    assert all(
+        found == ["/request/mechanisms"] for pointer, found in causes.items() if pointer != "/request/mechanisms"
+    )
 
 
 def test_every_computed_change_of_a_real_plan_names_leaves_and_no_intermediate() -> None:
