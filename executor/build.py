@@ -102,8 +102,17 @@ def _where_data_lies(files: Sequence[Source], places: Sequence[Path]) -> str:
     how = f"say {where}: --data {','.join(['PATH'] * len(files))}"
     if not places:
         missing = "which is not" if len(files) == 1 else "which are not all"
-        return f"the plan trains on {wanted}, {missing} in the working folder: {how}"
+        others = [f"{file.name} there has {length} bytes" for file in files if (length := _length_here(file))]
+        found = f" ({', '.join(others)})" if others else ""
+        return f"the plan trains on {wanted}, {missing} in the working folder{found}: {how}"
     return f"{given}{len(places)} place{'s' * (len(places) != 1)}; the plan trains on {wanted}: {how}"
+
+
+def _length_here(source: Source) -> int | None:
+    """The length of a file of the planned name in the working folder, where it is another than planned."""
+    path = Path(source.name)
+    length = path.stat().st_size if path.name == source.name and path.is_file() else None
+    return None if length == source.length else length
 
 
 def _shown(source: Source) -> str:

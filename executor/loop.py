@@ -123,6 +123,8 @@ def train(
             observe(step, loss, parts.model)
         if last or _due(step, work.config["eval_every"]):
             _evaluate(parts, work, data, step, progress)
+    if progress.skipped == work.steps:
+        parts.reporter.say(f"none of the {work.steps} steps was kept: the model is as it was at first")
     if progress.loss_scale is not None:
         parts.reporter.say(f"the loss scale is {progress.loss_scale:g}; {progress.overflows} steps overflowed")
 

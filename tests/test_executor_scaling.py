@@ -262,6 +262,15 @@ class Overflowing(torch.autograd.Function):
         return grad * float("inf")
 
 
+def test_a_run_that_kept_no_step_says_so() -> None:
+    parts, work, data = training("cpu", "fp16", steps=2, loss_scale=2.0**20, nonfinite="skip")
+    model = parts.model
+    parts.forward = lambda *batch: model(*batch) + Overflowing.apply(model.embedding.weight.sum())  # type: ignore[operator, union-attr]
+    train(parts, work, data, Progress())
+    *_, kept, _ = parts.reporter.reasons  # type: ignore[attr-defined]
+    assert kept == "none of the 2 steps was kept: the model is as it was at first"
+
+
 def test_a_gradient_that_overflows_at_any_scale_ends_the_run() -> None:
     parts, work, data = training("cpu", "fp16", steps=12, loss_scale=4.0, nonfinite="skip")
     model, progress = parts.model, Progress()
