@@ -1,11 +1,11 @@
 """The account of a workload: what the work is, before any of it is done.
 
-``python -P -m executor.account`` reads a JSON request on stdin, {"model", "set", "opt"}, and writes the sealed account
-on stdout. Nothing is computed and no weight is allocated: the whole model is built on the meta device for its
+``python -P -m executor.account`` reads a JSON request on stdin, {"model", "set", "opt", "kinds"}, and writes the sealed
+account on stdout. Nothing is computed and no weight is allocated: the whole model is built on the meta device for its
 parameters and their routes, and one and two layers of it run forward and backward on tensors without memory at two
-batches and two lengths, under the runtime's own autocast, memory mechanisms and optimizers, once for each set of
-kernels that a plan may choose. Counts are affine in depth and bilinear in batch and length, so four points and two
-depths give them for every size.
+batches and two lengths, under the runtime's own autocast, memory mechanisms and optimizers, once for each kind of
+device and set of kernels that a plan may choose. Counts are affine in depth and bilinear in batch and length, so four
+points and two depths give them for every size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,11 @@ from executor.kernels import registry
 from executor.mechanisms.table import ORDERED
 from executor.optim.routing import Routed, split
 from executor.phantom import phantoms
+from executor.places import followed
 from executor.workloads import Module, build, configure, is_ours, resolve, values
 from planner.door import (
     BadWorkload,
     ConfigRow,
-    Form,
     Idling,
     KernelRow,
     MechanismRow,
@@ -55,8 +55,10 @@ LENGTHS = (64, 128)  # whole chunks of every kernel
 # Not fewer sequences: with one, or with one or two chunks, some copies fall away. From here on the forms are exact;
 # below they err by a few per cent.
 LEAST_BATCH = 4
-COUNTS = ("flops", "bytes", "launches", "saved", "peak", "host", "link")
+COUNTS = ("flops", "bytes", "launches", "host", "link")
 OF_TABLES = ("tables_bytes", "tables_peak")  # what a model with tables has besides
+SAVED = "saved/"  # begins the count of the bytes that one part of the model keeps for backward
+KINDS = ("cpu", "cuda")
 DTYPES = ("fp32", "bf16")  # fp16 is as wide as bf16 and launches the same
 # No part of what the work is: what is kept of real cards differs from one machine to the next.
 _KEPT = ("most", "timed", "tuned")
@@ -67,13 +69,14 @@ Kernels = Mapping[str, Sequence[KernelRow]]
 
 def account(request: Mapping[str, Any]) -> dict[str, Any]:
     """The body of the account, unsealed. Raises BadWorkload for a fault of the user."""
-    model, settings, opt = _checked(request)
-    workload = resolve(model)
-    with guarded(f"--model {model}", is_ours(workload)):
-        return _body(workload, model, settings, opt)
+    asked = _checked(request)
+    workload = resolve(asked.model)
+    with guarded(f"--model {asked.model}", is_ours(workload)):
+        return _body(workload, asked)
 
 
-def _body(workload: Workload, model: str, settings: Mapping[str, str], opt: str) -> dict[str, Any]:
+def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
+    model, settings, opt, kinds = asked
     label = f"--model {model}"
     config = configure(workload, settings)
     chosen = values(config)
@@ -89,11 +92,12 @@ def _body(workload: Workload, model: str, settings: Mapping[str, str], opt: str)
             raise BadWorkload(f"{kernel}={chosen[kernel]}: this configuration calls no kernel of that name")
     return {
         "format": "dormouse.account",
-        "format_version": 2,
+        "format_version": 3,
         "made_from": {
             "model": model,
             "set": dict(settings),
             "opt": opt,
+            "kinds": list(kinds),
             "torch": torch.__version__,
             "source": source_digest(workload),
         },
@@ -103,12 +107,13 @@ def _body(workload: Workload, model: str, settings: Mapping[str, str], opt: str)
         "granule": GRANULE,
         "parameters": {route: sum(p.numel() for _, p in named) for route, named in routed._asdict().items()},
         "tensors": {route: len(named) for route, named in routed._asdict().items()},
+        "blocks": {route: sum(_rest(p) for _, p in named) for route, named in routed._asdict().items()},
         "matrices": list(_matrices(routed)),
         "shapes": newton_schulz_counts(routed, chosen),
         "apply": apply_counts(routed, chosen),
         "adamw": adamw_counts(routed, chosen),
         "tables": tables_counts(routed, chosen),
-        "compute": _compute(workload, chosen, called, mechanisms, label),
+        "compute": Counting(workload, chosen, called, mechanisms, label).all(kinds),
         "kernels": {kernel: [dict(row) for row in rows] for kernel, rows in called.items()},
         "kernel_shapes": _kernel_shapes(workload, chosen),
         "mechanisms": mechanisms,
@@ -122,7 +127,16 @@ def _refuse_idle(workload: Workload, config: Mapping[str, ConfigRow]) -> None:
             raise BadWorkload(f"{key}={config[key]['chosen']} would change nothing beside {reason}; leave it out")
 
 
-def _checked(request: Mapping[str, Any]) -> tuple[str, Mapping[str, str], str]:
+class Asked(NamedTuple):
+    """What is to be counted, and for which kinds of device."""
+
+    model: str
+    settings: Mapping[str, str]
+    opt: str
+    kinds: tuple[str, ...]
+
+
+def _checked(request: Mapping[str, Any]) -> Asked:
     model, settings, opt = request.get("model"), request.get("set", {}), request.get("opt", "muon")
     if not isinstance(model, str) or not model:
         raise BadWorkload("the request names no model")
@@ -130,7 +144,22 @@ def _checked(request: Mapping[str, Any]) -> tuple[str, Mapping[str, str], str]:
         raise BadWorkload("the request's set must hold KEY: VALUE text")
     if opt not in ("muon", "adamw"):
         raise BadWorkload(f"opt={opt}: must be one of muon, adamw")
-    return model, settings, opt
+    kinds = tuple(kind for kind in KINDS if kind in request.get("kinds", KINDS))
+    if not kinds:
+        raise BadWorkload(f"the request's kinds must be of {', '.join(KINDS)}")
+    return Asked(model, settings, opt, kinds)
+
+
+# CUDA's caching allocator in torch (CUDACachingAllocator.cpp): from 10 MiB on, memory is asked of the driver in
+# multiples of 2 MiB, and a rest of up to 1 MiB stays with the block.
+_LARGE, _ROUNDED, _LEAST_REST = 10 * 2**20, 2 * 2**20, 2**20
+
+
+def _rest(tensor: Tensor) -> int:
+    """Bytes by which the block of a tensor alone in its segment is larger than the tensor, on a card."""
+    nbytes = tensor.numel() * tensor.element_size()
+    rest = -nbytes % _ROUNDED
+    return rest if nbytes >= _LARGE and rest <= _LEAST_REST else 0
 
 
 def points(workload: Workload) -> Points:
@@ -152,19 +181,20 @@ def planned_kernels(workload: Workload, chosen: Mapping[str, Value]) -> dict[str
 
 def _called(workload: Workload, chosen: Mapping[str, Value], label: str) -> dict[str, Sequence[KernelRow]]:
     """The rows of the kernels that a forward calls under this configuration: others have no choice to be made."""
-    layers = min(2, int(chosen[workload.depth])) if workload.depth else 1
-    with phantoms(), torch.device("cpu"):
-        model = build(workload, _shallow(workload, chosen, layers), planned_kernels(workload, chosen), label)
+    with phantoms():
+        model = build(workload, _shallow(workload, chosen, 1), planned_kernels(workload, chosen), label)
         registry.calls.clear()
         measure(model, *points(workload)[0], "fp32")
     ran = {kernel for kernel, _ in registry.calls}
     return {kernel: rows for kernel, rows in workload.kernels.items() if kernel in ran}
 
 
-def kernel_sets(kernels: Kernels, chosen: Mapping[str, Value]) -> list[tuple[dict[str, str], tuple[str, ...]]]:
-    """(a choice of each kernel, the dtypes it is counted in), one for each set that a plan may choose and that counts
-    otherwise than those before it."""
-    choices = [list(_countable(kernels, kernel, str(chosen.get(kernel, "auto")))) for kernel in kernels]
+def kernel_sets(
+    kernels: Kernels, chosen: Mapping[str, Value], kind: str
+) -> list[tuple[dict[str, str], tuple[str, ...]]]:
+    """(a choice of each kernel, the dtypes it is counted in), one for each set that a plan may choose on a device of
+    ``kind`` and that counts otherwise than those before it."""
+    choices = [list(_countable(kernels, kernel, str(chosen.get(kernel, "auto")), kind)) for kernel in kernels]
     found: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {}
     for rows in product(*choices):
         named = {kernel: name for kernel, (name, _) in zip(kernels, rows, strict=True)}
@@ -175,14 +205,15 @@ def kernel_sets(kernels: Kernels, chosen: Mapping[str, Value]) -> list[tuple[dic
     return list(found.values())
 
 
-def _countable(kernels: Kernels, kernel: str, asked: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _countable(kernels: Kernels, kernel: str, asked: str, kind: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The rows of ``kernel`` that auto may choose, under the names they are counted by; or the one row asked for, in
     every dtype: a refusal of it comes later."""
     if asked != "auto":
         yield asked, DTYPES
         return
     for row in reachable(kernels[kernel]):
-        yield counted_as(kernel, row["name"], kernels), tuple(_served(row))
+        if kind in row["devices"]:
+            yield counted_as(kernel, row["name"], kernels), tuple(_served(row))
 
 
 def _served(row: Mapping[str, Any]) -> Iterator[str]:
@@ -254,54 +285,122 @@ def _mechanisms(model: nn.Module, routed: Routed, opt: str, at: Points) -> dict[
     return offered
 
 
-def variants(rows: Mapping[str, MechanismRow]) -> list[tuple[str, ...]]:
-    """The sets of mechanisms that make a forward and backward of their own, each in the order of ``rows``."""
-    names = [name for name, row in rows.items() if "variant" in row]
+def variants(rows: Mapping[str, MechanismRow], kind: str) -> list[tuple[str, ...]]:
+    """The sets of mechanisms that make a forward and backward of their own on a device of ``kind``, each in the order
+    of ``rows``."""
+    names = [name for name, row in rows.items() if "variant" in row and kind in row["devices"]]
     sets = [chosen for size in range(len(names) + 1) for chosen in combinations(names, size)]
     return [chosen for chosen in sets if not any(set(rows[name].get("excludes", ())) & set(chosen) for name in chosen)]
 
 
-def _compute(
-    workload: Workload,
-    chosen: Mapping[str, Value],
-    called: Kernels,
-    mechanisms: Mapping[str, MechanismRow],
-    label: str,
-) -> dict[str, dict[str, dict[str, dict[str, Form]]]]:
-    """Forward and backward of a micro-batch at the configured depth, by set of kernels, compute dtype and variant."""
-    found: dict[str, dict[str, dict[str, dict[str, Form]]]] = {}
-    for kernels, dtypes in kernel_sets(called, chosen):
-        by_dtype = found.setdefault(kernel_set(kernels, called), {dtype: {} for dtype in dtypes})
-        for engaged in variants(mechanisms):
-            name = "+".join(mechanisms[item]["variant"] for item in engaged) or "plain"
-            counted = _at_depths(workload, chosen, kernels, engaged, dtypes, label)
-            for dtype in dtypes:
-                by_dtype[dtype][name] = _forms(workload, chosen, counted[dtype])
-    return found
+class Measured(NamedTuple):
+    """What came of one forward and backward: counts, and of backward's course the bytes beyond those saved, what an
+    opaque operator took within itself included, and that part alone."""
+
+    counts: Counts
+    course: list[tuple[int, int]]
 
 
-ByDepth = dict[int, dict[tuple[int, int], Counts]]
+AtPoints = dict[tuple[int, int], Measured]
+Case = tuple[str, str]  # kind of device, dtype
+Forms = dict[str, Any]  # of a count its form; of "saved" a form for each part; of "beyond" a list of lines
+Compute = dict[str, dict[str, dict[str, dict[str, Forms]]]]
 
 
-def _at_depths(
-    workload: Workload,
-    chosen: Mapping[str, Value],
-    kernels: Mapping[str, str],
-    engaged: tuple[str, ...],
-    dtypes: Sequence[str],
-    label: str,
-) -> dict[str, ByDepth]:
-    """By dtype, the counts at each point of a model of one layer and of one of two (or of the very depth)."""
-    depth = int(chosen[workload.depth]) if workload.depth else 1
-    found = {dtype: ByDepth() for dtype in dtypes}
+class Counting:
+    """Forward and backward of a micro-batch at the configured depth, by kind, set of kernels, compute dtype and
+    variant. One model serves all kinds and dtypes of a set of kernels."""
 
-    for layers in (1, 2) if depth > 2 else (depth,):
-        with phantoms(), torch.device("cpu"):
-            model = build(workload, _shallow(workload, chosen, layers), kernels, label)
-            for name in engaged:
-                _APPLY[name](model)
-            for dtype in dtypes:
-                found[dtype][layers] = {point: measure(model, *point, dtype) for point in points(workload)}
+    def __init__(
+        self,
+        workload: Workload,
+        chosen: Mapping[str, Value],
+        called: Kernels,
+        mechanisms: Mapping[str, MechanismRow],
+        label: str,
+    ) -> None:
+        self.workload, self.chosen, self.called = workload, chosen, called
+        self.mechanisms, self.label = mechanisms, label
+        self._terms: dict[tuple[str, Case], dict[str, str] | None] = {}  # what `_terms_of` the plain variant are
+
+    def all(self, kinds: Sequence[str]) -> Compute:
+        found: Compute = {kind: {} for kind in kinds}
+        for name, kernels, dtypes in self._sets(kinds):
+            for kind, of in dtypes.items():
+                found[kind][name] = {dtype: {} for dtype in of}
+            for engaged in variants(self.mechanisms, "cuda"):
+                cases = [
+                    (kind, dtype)
+                    for kind, of in dtypes.items()
+                    for dtype in of
+                    if engaged in variants(self.mechanisms, kind)
+                ]
+                variant = "+".join(self.mechanisms[item]["variant"] for item in engaged) or "plain"
+                for (kind, dtype), forms in self._counted(name, kernels, engaged, cases).items():
+                    found[kind][name][dtype][variant] = forms
+        return found
+
+    def _sets(self, kinds: Sequence[str]) -> list[tuple[str, dict[str, str], dict[str, tuple[str, ...]]]]:
+        """(name, choice of each kernel, dtypes by kind) of each set of kernels."""
+        found: dict[str, tuple[dict[str, str], dict[str, tuple[str, ...]]]] = {}
+        for kind in kinds:
+            for kernels, dtypes in kernel_sets(self.called, self.chosen, kind):
+                found.setdefault(kernel_set(kernels, self.called), (kernels, {}))[1][kind] = dtypes
+        return [(name, kernels, dtypes) for name, (kernels, dtypes) in found.items()]
+
+    def _counted(
+        self, name: str, kernels: Mapping[str, str], engaged: tuple[str, ...], cases: Sequence[Case]
+    ) -> dict[Case, Forms]:
+        """Of a model of one layer and of one of two (or of the very depth), the forms of each case."""
+        depth = int(self.chosen[self.workload.depth]) if self.workload.depth else 1
+        counted: dict[Case, dict[int, AtPoints]] = {case: {} for case in cases}
+        for layers in (1, 2) if depth > 2 else (depth,):
+            with phantoms():
+                shallow = _shallow(self.workload, self.chosen, layers)
+                model = build(self.workload, shallow, kernels, self.label)
+                for mechanism in engaged:
+                    _APPLY[mechanism](model)
+            for case in cases:
+                counted[case][layers] = self._at_points(model, case, self._terms.get((name, case)))
+        if not engaged:
+            self._terms |= {
+                (name, case): _terms_of(by_depth, points(self.workload)) for case, by_depth in counted.items()
+            }
+        return {case: _forms(self.workload, self.chosen, by_depth) for case, by_depth in counted.items()}
+
+    def _at_points(self, model: nn.Module, case: Case, terms: Mapping[str, str] | None) -> AtPoints:
+        """What is measured at each point. With ``terms``, three of them tell the fourth."""
+        kind, dtype = case
+        at = points(self.workload)
+        with phantoms(kind):
+            found = {point: measure(model, *point, dtype) for point in (at if terms is None else (*at[:2], at[3]))}
+        if terms is not None:
+            found[at[2]] = Measured(_fourth(found, at, terms), [])
+        return found
+
+
+def _fourth(found: Mapping[tuple[int, int], Measured], at: Points, terms: Mapping[str, str]) -> Counts:
+    """The counts at (b1, t0) from those at (b0, t0), (b0, t1) and (b1, t1), of forms that lack one of ``terms``."""
+    ratio = at[2][0] // at[0][0]
+    first, second, last = (found[at[place]].counts for place in (0, 1, 3))
+    counts = {}
+    for name in {*first, *second, *last}:
+        a, b, c = (measured.get(name, 0) for measured in (first, second, last))
+        counts[name] = a + c - b if terms.get(name) == "bt" else c - ratio * (b - a)
+    return counts
+
+
+def _terms_of(by_depth: Mapping[int, AtPoints], at: Points) -> dict[str, str] | None:
+    """Of each count the term that it lacks: "t", as sums over tokens and sequences do, or "bt", as operators do that
+    run once a chunk of the length. None where a count has both: then no three points tell the fourth."""
+    found: dict[str, str] = {}
+    for measured in by_depth.values():
+        for name, count in measured[at[2]].counts.items():
+            lacking = [term for term in ("t", "bt") if _fourth(measured, at, {name: term})[name] == count]
+            if name != "beyond" and found.get(name) not in lacking:
+                if not lacking or name in found:
+                    return None
+                found[name] = lacking[0]
     return found
 
 
@@ -313,21 +412,23 @@ def _shallow(workload: Workload, chosen: Mapping[str, Value], layers: int) -> di
     return {**chosen, workload.depth: layers, **{name: min(int(chosen[name]), layers - 1) for name in indices}}
 
 
-def _forms(workload: Workload, chosen: Mapping[str, Value], by_depth: ByDepth) -> dict[str, Form]:
+def _forms(workload: Workload, chosen: Mapping[str, Value], by_depth: Mapping[int, AtPoints]) -> Forms:
     """Bilinear forms at the configured depth from the counts at two depths (or at that very one)."""
     depth = int(chosen[workload.depth]) if workload.depth else 1
     (first, at_first), (last, at_last) = min(by_depth.items()), max(by_depth.items())
-    forms = {}
-    for count in (*COUNTS, *(name for name in OF_TABLES if any(counts[name] for counts in at_first.values()))):
-        at = {point: counts[count] for point, counts in at_first.items()}
+    found: Forms = {"saved": {}}
+    for name in sorted({name for measured in (*at_first.values(), *at_last.values()) for name in measured.counts}):
+        at = {point: measured.counts.get(name, 0) for point, measured in at_first.items()}
         if last > first:
             # Beside a table's gradient the layers above it hold nothing any more.
-            more = _below(workload, chosen, depth) - first if count == "tables_peak" else depth - first
-            at = {point: n + more * (at_last[point][count] - n) for point, n in at.items()}
-        forms[count] = bilinear(at)
-    beyond = _beyond({point: counts["peak"] - counts["saved"] for point, counts in at_last.items()})
-    forms["peak"] = {key: number(Fraction(forms["saved"][key]) + beyond.get(key, 0)) for key in forms["saved"]}
-    return forms
+            more = _below(workload, chosen, depth) - first if name == "tables_peak" else depth - first
+            at = {point: n + more * (at_last[point].counts.get(name, 0) - n) for point, n in at.items()}
+        if name.startswith(SAVED):
+            found["saved"][name.removeprefix(SAVED)] = bilinear(at)
+        elif name in COUNTS or any(at.values()):
+            found[name] = bilinear(at)
+    found["beyond"] = envelope(*((b * t, at_last[b, t].course) for b, t in points(workload)[1::2]))
+    return found
 
 
 def _below(workload: Workload, chosen: Mapping[str, Value], depth: int) -> int:
@@ -336,19 +437,58 @@ def _below(workload: Workload, chosen: Mapping[str, Value], depth: int) -> int:
     return max(named, default=depth)
 
 
-def _beyond(at: Mapping[tuple[int, int], int]) -> dict[str, Fraction]:
-    """one + bt B T of the bytes that backward takes beyond those saved, through the two larger numbers of tokens.
+Course = list[tuple[int, int]]
 
-    It is the largest of several such lines (of the head, of a layer, of a weight's gradient), each the longest for a
-    while, so no bilinear form holds it. Near the workload's own size, and beyond, this is the line that counts.
+
+def envelope(few: tuple[int, Course], many: tuple[int, Course]) -> list[dict[str, int | float]]:
+    """The bytes that backward takes beyond those saved, as lines one + bt B T whose highest counts.
+
+    Backward is a course of operators, the same at two numbers of tokens, and what is alive after each is such a line:
+    so are the highest of all of them, of which a few are highest somewhere. ``inside``: bytes a token that an opaque
+    operator takes within itself at that place. Where the courses differ, one line through their highest points.
     """
-    (few, lower), (more, upper) = sorted((b * t, extra) for (b, t), extra in at.items())[-2:]
-    slope = Fraction(upper - lower, more - few)
-    return {"one": upper - slope * more, "bt": slope}
+    (n0, first), (n1, second) = few, many
+    if len(first) != len(second):
+        first, second = [max(first, default=(0, 0))], [max(second, default=(0, 0))]
+    step = n1 - n0
+    # As (slope, value at 0), both times the step, so that they are whole.
+    lines = {
+        (high - low, low * step - (high - low) * n0): inside
+        for (low, _), (high, inside) in zip(first, second, strict=True)
+    }
+    return [
+        {
+            "one": number(Fraction(one, step)),
+            "bt": number(Fraction(slope, step)),
+            "inside": number(Fraction(lines[slope, one], n1)),
+        }
+        for slope, one in _highest(sorted(lines))
+    ]
 
 
-def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Counts:
-    """The counts of one forward and backward on zeros, with gradients already allocated; real, fake or meta tensors."""
+def _highest(lines: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of lines (slope, value at 0) of rising slope, those that are the highest somewhere from 0 on."""
+    kept: list[tuple[int, int]] = []
+    for slope, one in lines:
+        while kept and kept[-1][1] <= one:
+            kept.pop()
+        while len(kept) > 1 and _meet(kept[-2], (slope, one)) <= _meet(kept[-2], kept[-1]):
+            kept.pop()
+        kept.append((slope, one))
+    return kept
+
+
+def _meet(low: tuple[int, int], high: tuple[int, int]) -> Fraction:
+    """Where a line meets one of a greater slope."""
+    return Fraction(low[1] - high[1], high[0] - low[0])
+
+
+def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Measured:
+    """One forward and backward on zeros, with gradients already allocated; real, fake or phantom tensors.
+
+    Counts are those of a tally; ``saved/PART`` for each part of the model that keeps bytes for backward; ``beyond``,
+    what backward takes at its peak beyond all that is saved.
+    """
     device = next(model.parameters()).device
     inputs = torch.zeros(batch, length, dtype=torch.int64, device=device)
     targets = torch.zeros_like(inputs)
@@ -361,19 +501,32 @@ def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Counts:
     known += list(model.buffers())
     tables = [parameter for parameter in model.parameters() if getattr(parameter, "lazy_rows", False)]
     autocast = torch.autocast(device.type, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext()
-    with Tally(known, tables) as tally:
+    with followed(model) as place, Tally(known, tables, place) as tally:
         with autocast:
             loss = model(inputs, targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise TypeError(f"forward(inputs, targets) gives {found}; it must give the mean cross-entropy, a scalar")
-        saved = tally.live
+        saved, parts = tally.live, tally.saved()
         torch.autograd.backward(loss)
-    return {"saved": saved, **{name: getattr(tally, name) for name in (*COUNTS, *OF_TABLES) if name != "saved"}}
+    counts = {name: getattr(tally, name) for name in (*COUNTS, *OF_TABLES)}
+    counts |= {"beyond": tally.peak - saved, **{f"{SAVED}{part}": n for part, n in parts.items()}}
+    return Measured(counts, [(alive - saved, inside) for alive, inside in tally.course])
 
 
-class _NoCompiler(ModuleType):
-    """Stands in for torch._dynamo until something needs more of it than "leave this function alone".
+class _StandIn(ModuleType):
+    """Stands in for a module until something needs more of it than there is here; then it is imported after all."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # inspect asks every module for its file
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
+class _NoCompiler(_StandIn):
+    """torch._dynamo, for what asks no more of it than "leave this function alone".
 
     Torch wraps many of its meta functions so that the compiler passes them by, and imports the whole compiler for that
     at the first call: a third of this program's time, for nothing, since nothing is compiled here.
@@ -387,20 +540,18 @@ class _NoCompiler(ModuleType):
         """The function as it is."""
         return function
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # inspect asks every module for its file
-            raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(import_module(self.__name__), name)
 
-    @classmethod
-    def install(cls) -> None:
-        """Take the place of torch._dynamo unless it is imported already."""
-        name = "torch._dynamo"
-        if name not in sys.modules:
-            sys.modules[name] = cls(name)
-            torch._dynamo = sys.modules[name]
+class _NoAlgebra(_StandIn):
+    """sympy, for what only asks whether a number is a symbol of it: none is here."""
+
+    Basic = type("Basic", (), {})
+
+
+def stand_in() -> None:
+    """Put both in place, where the modules are not imported already."""
+    if "torch._dynamo" not in sys.modules:
+        torch._dynamo = sys.modules["torch._dynamo"] = _NoCompiler("torch._dynamo")
+    sys.modules.setdefault("sympy", _NoAlgebra("sympy"))
 
 
 def _stdout_for_the_account() -> int:
@@ -418,7 +569,7 @@ def main() -> int:
     from schemas.seal import seal
 
     stdout = _stdout_for_the_account()
-    _NoCompiler.install()
+    stand_in()
     gc.disable()  # a short life with few cycles: collecting would cost a tenth of it
     try:
         request = parse(sys.stdin.buffer.read(), "request")

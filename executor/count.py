@@ -12,15 +12,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
-from functools import cache
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.kernels.registry import costs
-from executor.phantom import Phantom, on_meta, storage_of, traits_of
+from executor.kernels.registry import Cost, costs
+from executor.phantom import Phantom, is_view, on_meta, storage_of
 from planner.door import Form
 
 aten = torch.ops.aten
@@ -38,32 +38,78 @@ _RARE_PRODUCTS = ("convolution", "scaled_dot_product", "scaled_mm", "_attention"
 
 
 _GATHERS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index")
-_OFFLOAD, _RESTORE = "dormouse::offload", "dormouse::restore"
+_OFFLOAD, _RESTORE, _CAST = "dormouse::offload", "dormouse::restore", "aten::_to_copy"
+WEIGHTS = "weights_cast"
+"""The place of weights in the compute dtype: autocast's copies."""
 
 Counts = dict[str, int]
+
+
+class Role(NamedTuple):
+    """What one operator is to a tally. ``asks``: a question to a tensor (its device), no work; ``free``: a view, or
+    memory left as it was; ``gathers``: reads of its first argument only what it gives; ``casts``: gives a tensor in
+    another dtype; ``offloads``: gives host memory; ``carries``: over the link; ``cost``: entered beside it, or None;
+    ``flops``: of its matrix products, from (its arguments, its keyword arguments, its result), or None."""
+
+    asks: bool
+    free: bool
+    gathers: bool
+    casts: bool
+    offloads: bool
+    carries: bool
+    cost: Cost | None
+    flops: Callable[..., int] | None
+
+
+_roles: dict[int, Role] = {}  # by the operator's id: hashing it would be a call of its own
+
+
+def _role(func: Any) -> Role:
+    if id(func) not in _roles:
+        _roles[id(func)] = _role_of(func)
+    return _roles[id(func)]
+
+
+def _role_of(func: Any) -> Role:
+    name = func._schema.name
+    return Role(
+        asks=func.namespace == "prim",
+        free=is_view(func) or name in _FREE,
+        gathers=name in _GATHERS,
+        casts=name == _CAST,
+        offloads=name == _OFFLOAD,
+        carries=name in (_OFFLOAD, _RESTORE),
+        cost=costs.get(name),
+        flops=_flops_of(func),
+    )
 
 
 class Tally(TorchDispatchMode):
     """Counts while entered. ``known``: tensors whose storages are not counted as alive (parameters, gradients, inputs).
     ``tables``: those of them whose dense gradient, as large as a table, is counted apart: it comes late in backward,
-    and beside it no sum of tokens would be seen.
+    and beside it no sum of tokens would be seen. ``place``: tells what part of a model runs.
 
     Attributes: flops (matrix products only), bytes (read and written), launches (operators that are no views), live and
-    peak (bytes alive now, and the most so far), host (the most bytes that were alive in host memory), link (bytes moved
-    to host memory and back), tables_bytes (read and written of tables' gradients), tables_peak (the most bytes alive
-    beside one).
+    peak (bytes alive now, and the most so far), course (after each operator, the bytes alive, what an opaque one took
+    within itself included, and that part alone), host (the most bytes that were alive in host memory), link (bytes
+    moved to host memory and back), tables_bytes (read and written of tables' gradients), tables_peak (the most bytes
+    alive beside one).
     """
 
-    def __init__(self, known: Iterable[Tensor] = (), tables: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, known: Iterable[Tensor] = (), tables: Iterable[Tensor] = (), place: Callable[[], str] = str
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = self.bytes = self.launches = self.live = self.peak = self.host = self.link = 0
         self.tables_bytes = self.tables_peak = 0
+        self.course: list[tuple[int, int]] = []
         self._hosted = self._gradients = 0
-        self._sizes = {storage_of(table).nbytes() for table in tables}
+        self._place = place
+        self._tables = {table.shape for table in tables}
         known = list(known)
         self._phantoms = any(isinstance(tensor, Phantom) for tensor in known)
-        self._known = [storage_of(tensor) for tensor in known]  # kept, so that identities stay unique
-        self._alive: dict[int, Any] = {id(storage): storage for storage in self._known}
+        self._known = {id(storage_of(tensor)): storage_of(tensor) for tensor in known}  # so identities stay unique
+        self._alive: dict[int, tuple[Any, str, int]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -72,63 +118,75 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._phantoms:  # what a phantom does at the end of its own dispatch, without the way there and back
-            with torch._C._DisableTorchDispatch():
-                result = on_meta(func, args, kwargs or {})
-        else:
-            result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # questions to a tensor (its device), no operators
+        kwargs = kwargs or {}
+        result = on_meta(func, args, kwargs) if self._phantoms else func(*args, **kwargs)
+        role = _role(func)
+        if role.asks:
             return result
-        outputs = list(_tensors((result,)))
-        name = func._schema.name
-        if name in (_OFFLOAD, _RESTORE):
+        outputs = [result] if isinstance(result, Tensor) else list(_tensors((result,)))
+        if role.carries:
             self.launches += 1
             self.link += sum(map(_moved, outputs))
-        elif not _is_free(func):
-            self.launches += costs[name].launches if name in costs else 1
+        elif not role.free:
+            self.launches += 1 if role.cost is None else role.cost.launches
             # A gather reads of its source what it gives.
-            read = [*outputs, *_tensors(args[1:])] if name in _GATHERS else [*_tensors(args)]
-            for tensor in (*read, *_tensors((kwargs or {}).values()), *outputs):
+            read = [*outputs, *_tensors(args[1:])] if role.gathers else [*_tensors(args)]
+            for tensor in (*read, *_tensors(kwargs.values()), *outputs):
                 self._move(tensor)
-            self.flops += flops_of(func, args, kwargs or {}, result)
+            self.flops += flops_of(func, args, kwargs, result)
+        # What is cast from what was there before, a weight, is cast once for all that use it.
+        weight = role.casts and id(storage_of(args[0])) in self._known
         for output in outputs:
-            self._watch(output, name == _OFFLOAD)
-        if name in costs and name not in (_OFFLOAD, _RESTORE):
-            self.peak = max(self.peak, self.live + costs[name].temporary(*args, out=result))
+            self._watch(output, role.offloads, WEIGHTS if weight else self._place())
+        inside = 0 if role.cost is None or role.carries else role.cost.temporary(*args, out=result)
+        self.peak = max(self.peak, self.live + inside)
+        self.course.append((self.live + inside, inside))
         return result
 
-    def _move(self, tensor: Tensor) -> None:
-        moved = _moved(tensor)
-        if moved in self._sizes:
-            self.tables_bytes += moved
-        else:
-            self.bytes += moved
+    def saved(self) -> dict[str, int]:
+        """Bytes alive now, by the place in which they were made."""
+        found: dict[str, int] = {}
+        for _, place, nbytes in self._alive.values():
+            if place:
+                found[place] = found.get(place, 0) + nbytes
+        return found
 
-    def _watch(self, tensor: Tensor, on_host: bool) -> None:
+    def _move(self, tensor: Tensor) -> None:
+        if tensor.shape in self._tables:
+            self.tables_bytes += _moved(tensor)
+        else:
+            self.bytes += _moved(tensor)
+
+    def _watch(self, tensor: Tensor, on_host: bool, place: str) -> None:
         storage = storage_of(tensor)
         key = id(storage)
-        if key in self._alive:
+        if key in self._alive or key in self._known:
             return
         nbytes = storage.nbytes()
+        grow = self._grow_host if on_host else self._grow_tables if tensor.shape in self._tables else self._grow
 
         def gone(_: Any) -> None:
             self._alive.pop(key, None)
-            self._grow(-nbytes, on_host)
+            grow(-nbytes)
 
-        self._alive[key] = weakref.ref(storage, gone)
-        self._grow(nbytes, on_host)
+        # What lies elsewhere, or is a table's gradient, is no place's.
+        self._alive[key] = weakref.ref(storage, gone), place if grow == self._grow else "", nbytes
+        grow(nbytes)
 
-    def _grow(self, nbytes: int, on_host: bool) -> None:
-        if on_host:
-            self._hosted += nbytes
-            self.host = max(self.host, self._hosted)
-        elif abs(nbytes) in self._sizes:
-            self._gradients += nbytes
-        else:
-            self.live += nbytes
-            self.peak = max(self.peak, self.live)
+    def _grow(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
         if self._gradients:
             self.tables_peak = max(self.tables_peak, self.live)
+
+    def _grow_tables(self, nbytes: int) -> None:
+        self._gradients += nbytes
+        if self._gradients:
+            self.tables_peak = max(self.tables_peak, self.live)
+
+    def _grow_host(self, nbytes: int) -> None:
+        self._hosted += nbytes
+        self.host = max(self.host, self._hosted)
 
 
 def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
@@ -140,15 +198,11 @@ def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-@cache
-def _is_free(func: Any) -> bool:
-    """Whether an operator does no work: it gives a view, or memory left as it was."""
-    return traits_of(func).view or func._schema.name in _FREE
-
-
 def _moved(tensor: Tensor) -> int:
     """Bytes of a tensor, each byte of an expanded one once."""
-    return min(tensor.numel() * tensor.element_size(), storage_of(tensor).nbytes())
+    if isinstance(tensor, Phantom):
+        return tensor.moved()
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _product(a: Tensor, b: Tensor) -> int:
@@ -168,26 +222,32 @@ _PRODUCTS: dict[Any, Callable[..., int]] = {
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     """Matrix FLOPs of one call: 0 for what is no matrix product, depthwise convolutions included (elementwise work)."""
-    if func._schema.name in costs:
-        return costs[func._schema.name].flops(*args, out=result)
-    packet = func._overloadpacket
+    flops = _role(func).flops
+    return 0 if flops is None else flops(args, kwargs, result)
+
+
+def _flops_of(func: Any) -> Callable[..., int] | None:
+    """What counts the matrix FLOPs of an operator; None where it has none."""
+    name, packet = func._schema.name, func._overloadpacket
+    if name in costs:
+        return lambda args, kwargs, result: costs[name].flops(*args, out=result)
     if packet in _PRODUCTS:
-        tensors = [item for item in args if isinstance(item, Tensor)]
-        return _PRODUCTS[packet](*tensors)
-    if not _is_rare(func):
-        return 0
-    name = func._schema.name
-    if "convolution" in name and any(isinstance(a, Tensor) and a.ndim > 2 and a.shape[1] == 1 for a in args[1:3]):
+        product = _PRODUCTS[packet]
+        return lambda args, kwargs, result: product(*(item for item in args if isinstance(item, Tensor)))
+    if any(word in name for word in _RARE_PRODUCTS):
+        return partial(_rare_flops, func)
+    return None
+
+
+def _rare_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """By torch's own formula; 0 for depthwise convolutions (elementwise work)."""
+    depthwise = any(isinstance(item, Tensor) and item.ndim > 2 and item.shape[1] == 1 for item in args[1:3])
+    if "convolution" in func._schema.name and depthwise:
         return 0
     from torch.utils.flop_counter import flop_registry  # slow import: late
 
-    formula = flop_registry.get(packet)
+    formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0
-
-
-@cache
-def _is_rare(func: Any) -> bool:
-    return any(word in func._schema.name for word in _RARE_PRODUCTS)
 
 
 def bilinear(at: Mapping[tuple[int, int], int]) -> Form:

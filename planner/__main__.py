@@ -88,7 +88,9 @@ def _plan(asked: Namespace) -> int:
     wanted = request.compose(
         vars(asked), data.describe(asked.data), _source(asked.devices, record), _calibration(asked.calibrate)
     )
-    account = accounts.account(asked.model or _default_model(record), settings, asked.opt or "muon", say=_note)
+    kinds = {device["kind"] for device in record["devices"].values()}
+    model = asked.model or _default_model(record)
+    account = accounts.account(model, settings, asked.opt or "muon", kinds=sorted(kinds), say=_note)
     try:
         plan = compile_plan(wanted, record, account)
     except Refused as refusal:

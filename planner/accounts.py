@@ -39,6 +39,7 @@ def account(
     settings: Mapping[str, str],
     opt: str,
     *,
+    kinds: Sequence[str] = ("cpu", "cuda"),
     say: Callable[[str], None],
     folder: Path | None = None,
     make: Callable[[bytes], bytes] | None = None,
@@ -46,6 +47,7 @@ def account(
     """The account of ``model`` with its ``settings`` (KEY: text) and optimizer, from the cache or made now.
 
     Args:
+        kinds: of the devices that it is for: counts differ, and what is not asked for need not be counted.
         say: told, in one line, of a cached file that was not faithful or could not be written.
         folder: the cache (default: the user's).
         make: what turns a request's bytes into an account's (default: the subprocess).
@@ -53,7 +55,7 @@ def account(
     Raises:
         Usage: the workload, a key or a value is not known, or the account could not be made.
     """
-    made_from = {"model": model, "set": dict(settings), "opt": opt}
+    made_from = {"model": model, "set": dict(settings), "opt": opt, "kinds": sorted(kinds)}
     path = _cached_at(made_from, folder)
     if path is not None and path.exists():
         try:

@@ -15,7 +15,8 @@ from schemas.form import render
 from schemas.seal import seal
 
 FORM = {"one": 1, "b": 2, "t": 3, "bt": 4}
-COST = dict.fromkeys(("flops", "bytes", "launches", "saved", "peak", "host", "link"), FORM)
+COST: dict[str, Any] = dict.fromkeys(("flops", "bytes", "launches", "host", "link"), FORM)
+COST |= {"saved": {"mix": FORM}, "beyond": [{"one": 1, "bt": 2, "inside": 0}]}
 UPDATE = {"flops": 1, "bytes": 1, "launches": 1, "temporary": 1}
 
 
@@ -24,20 +25,28 @@ def _account(model: str = "tiny") -> bytes:
         seal(
             {
                 "format": "dormouse.account",
-                "format_version": 2,
-                "made_from": {"model": model, "set": {}, "opt": "muon", "torch": "2", "source": "ab" * 32},
+                "format_version": 3,
+                "made_from": {
+                    "model": model,
+                    "set": {},
+                    "opt": "muon",
+                    "kinds": ["cpu"],
+                    "torch": "2",
+                    "source": "ab" * 32,
+                },
                 "digest": "cd" * 32,
                 "defaults": {"batch": 4, "seq": 128, "steps": 60},
                 "config": {"layers": {"asked": None, "chosen": 4, "why": "preset"}},
                 "granule": 16,
                 "parameters": {"muon": 1, "adamw": 1, "tables": 0},
                 "tensors": {"muon": 1, "adamw": 1, "tables": 0},
+                "blocks": {"muon": 0, "adamw": 0, "tables": 0},
                 "matrices": [{"name": "w", "shape": [2, 2]}],
                 "shapes": {"fp32": {}, "bf16": {}},
                 "apply": {"fp32": UPDATE, "bf16": UPDATE},
                 "adamw": {"ieee": UPDATE, "fused": UPDATE, "8bit": UPDATE},
                 "tables": UPDATE,
-                "compute": {"none": {"fp32": {"plain": COST}}},
+                "compute": {"cpu": {"none": {"fp32": {"plain": COST}}}},
                 "kernels": {},
                 "kernel_shapes": {},
                 "mechanisms": {},
@@ -64,7 +73,7 @@ def test_an_account_is_made_once_and_then_read_from_the_cache(tmp_path: Path) ->
     maker, (lines, say) = _Maker(_account()), _said()
     first, second = (accounts.account("tiny", {}, "muon", say=say, folder=tmp_path, make=maker) for _ in range(2))
     assert first == second
-    assert maker.asked == [{"model": "tiny", "set": {}, "opt": "muon"}]
+    assert maker.asked == [{"model": "tiny", "set": {}, "opt": "muon", "kinds": ["cpu", "cuda"]}]
     assert not lines
 
 

@@ -154,7 +154,7 @@ def test_a_package_that_a_kernel_or_mechanism_was_decided_by_must_not_have_chang
 def test_a_kernel_asked_for_on_a_cpu_that_needs_a_card_is_refused() -> None:
     work = account()
     work["config"]["kda"] |= {"asked": "chunk_fla", "chosen": "chunk_fla"}
-    work["compute"] = {"kda=chunk_fla": work["compute"]["kda=chunk_torch"]}
+    work["compute"]["cpu"] = {"kda=chunk_fla": work["compute"]["cpu"]["kda=chunk_torch"]}
     with pytest.raises(Refused) as caught:
         compile_plan(request(), record(), work)
     assert {refusal.code for refusal in caught.value.refusals} == {"kernel-unsupported"}
@@ -167,7 +167,7 @@ def test_rows_that_count_alike_share_one_key() -> None:
     assert keys == {"grouped=grouped_loop,kda=chunk_fla"}
     assert kernel_set({}, {}) == "none"
     assert [row["name"] for row in reachable(rows["kda"])] == ["chunk_fla", "chunk_torch"]
-    assert set(account("b1")["compute"]) == {
+    assert set(account("b1")["compute"]["cuda"]) == {
         "grouped=grouped_loop,kda=chunk_fla",
         "grouped=grouped_loop,kda=chunk_torch",
     }

@@ -39,9 +39,10 @@ def _linear(samples: float = 1e9) -> dict[str, Any]:
     and gradients cost nothing to speak of: what the golden numbers of ideal splits are about."""
     found = account()
     nothing = {"one": 0, "b": 0, "t": 0, "bt": 0}
-    for by_dtype in found["compute"].values():
+    for by_dtype in [by_dtype for by_set in found["compute"].values() for by_dtype in by_set.values()]:
         for forms in [forms for by_variant in by_dtype.values() for forms in by_variant.values()]:
-            forms |= {"flops": {**nothing, "b": samples}, "bytes": nothing, "launches": nothing, "peak": nothing}
+            forms |= {"flops": {**nothing, "b": samples}, "bytes": nothing, "launches": nothing, "saved": {}}
+            forms |= {"beyond": [{"one": 0, "bt": 0, "inside": 0}]}
     free = dict.fromkeys(found["tables"], 0)
     found["adamw"] = dict.fromkeys(found["adamw"], free)
     found["apply"] = dict.fromkeys(["fp32", "bf16"], free)
@@ -355,8 +356,8 @@ def test_a_ranks_limit_is_the_least_of_budget_and_memory(
     ("asked", "way"),
     [
         ({"batch": 100}, "--batch "),
-        ({"capacity": [[40, None], [40, None]]}, "--capacity "),
-        ({"batch": 40, "capacity": "equal"}, "--batch "),
+        ({"capacity": [[60, None], [60, None]]}, "--capacity "),
+        ({"batch": 60, "capacity": "equal"}, "--batch "),
         ({"batch": 4, "seq": 4096}, "--seq "),
     ],
 )

@@ -83,10 +83,25 @@ NVLINK_BYTES_A_LINK = Assumed(2.5e10, 2e10, 5e10, "B/s", "one NVLink of generati
 
 CPU_ALLOCATOR_OVERHEAD = Assumed(1.0, 0.97, 1.1, "", "the CPU allocator returns what it was asked for, 64 B aligned")
 GPU_ALLOCATOR_OVERHEAD = Assumed(
-    1.0, 0.96, 1.05, "", "allocated bytes, rounded to 512 B; the allocator's reserve is apart"
+    1.0, 0.98, 1.03, "", "a block may be up to 1 MiB larger than what is asked for; the allocator's reserve is apart"
 )
+# Torch gives each cuBLAS handle a workspace, and each thread has a handle: that of forward and that of backward.
+# The size is torch's default by compute capability (CublasHandlePool.cpp: 32 MiB, else :4096:2:16:8).
+_WORKSPACE_THREADS = 2
+_WORKSPACE_MAJORS = {"9", "10", "12"}
 GPU_WORKSPACE_BYTES = Assumed(
-    6.7e7, 8e6, 7.2e7, "B", "cuBLAS and cuBLASLt workspaces: 64 MiB seen on sm_90, less before"
+    _WORKSPACE_THREADS * 32 * MEBI, 32 * MEBI, 70 * MEBI, "B", "a cuBLAS workspace of 32 MiB for each of two threads"
 )
+GPU_SMALL_WORKSPACE_BYTES = Assumed(
+    _WORKSPACE_THREADS * 8_519_680, 8_519_680, 70 * MEBI, "B", "a cuBLAS workspace of 8.1 MiB for each of two threads"
+)
+
+
+def workspace(sm: str | None) -> Assumed:
+    """What cuBLAS holds on a card of compute capability ``sm`` ("8.6"; None: unknown, so the most)."""
+    large = sm is None or str(sm).partition(".")[0] in _WORKSPACE_MAJORS
+    return GPU_WORKSPACE_BYTES if large else GPU_SMALL_WORKSPACE_BYTES
+
+
 ALLOCATOR_OVERHEAD = {"cpu": CPU_ALLOCATOR_OVERHEAD, "cuda": GPU_ALLOCATOR_OVERHEAD}
 PROCESS_BYTES = Assumed(5.5e8, 3e8, 1.2e9, "B", "resident size of a process that has imported PyTorch")

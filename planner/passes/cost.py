@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from planner.door import STACK_BYTES, kernel_set
 from schemas.form import Json
@@ -18,9 +19,12 @@ GRADIENT_BYTES = 4
 MOMENTUM_BYTES = 4
 ADAMW_BYTES = 8
 TABLES_BYTES = 8
-STATE = ("masters", "gradients", "muon_momentum", "adamw_state", "tables_state", "staging", "workspace")
+STATE = ("masters", "gradients", "muon_momentum", "adamw_state", "tables_state", "rounding", "staging", "workspace")
 """Components of memory that are held from step to step."""
 COMPONENTS = (*STATE, "activations", "buckets", "update")
+WEIGHTS, KERNELS, BACKWARD = "weights_cast", "kernels_inside", "backward_beyond"
+"""Of the bytes alive: weights in the compute dtype, what a kernel takes within itself, and what backward takes beyond
+those and all that is saved."""
 PACKING_LAUNCHES = 2  # operators to pack one owned update: a slice taken, a copy into it
 UNIT_RATES = (1.0, float("inf"), 0.0)  # where rates are unknown and a measured ratio is seconds a FLOP
 BACKWARD_SHARE = 2 / 3  # of forward and backward: two of a layer's three products
@@ -93,14 +97,15 @@ class Rank:
         rows = [row for name, row in self.account["mechanisms"].items() if name in mechanisms]
         return sorted(rows, key=lambda row: int(row["order"]))
 
-    def variant(self, mechanisms: Collection[str]) -> Mapping[str, Mapping[str, float]]:
+    def variant(self, mechanisms: Collection[str]) -> Mapping[str, Json]:
         """The account's forward and backward under ``mechanisms``."""
         name = "+".join(row["variant"] for row in self._rows(mechanisms) if "variant" in row) or "plain"
         dtype = "bf16" if self.dtype == "fp16" else self.dtype  # the two are equally wide
-        by_dtype = self.account["compute"][kernel_set(self.kernels, self.account["kernels"])]
-        # A kernel that does not take the dtype is refused, but not before the draft is whole.
-        found: Mapping[str, Mapping[str, float]] = by_dtype.get(dtype, next(iter(by_dtype.values())))[name]
-        return found
+        found: Any = self.account["compute"][self.kind]
+        # What the device, the kernel or the dtype does not allow is refused, but not before the draft is whole.
+        for key in (kernel_set(self.kernels, self.account["kernels"]), dtype, name):
+            found = found.get(key, next(iter(found.values())))
+        return found  # type: ignore[no-any-return]
 
     def _tables(self, mechanisms: Collection[str]) -> int:
         """Elements of the tables that lie on the device."""
@@ -179,8 +184,9 @@ class Rank:
             "muon_momentum": MOMENTUM_BYTES * sum(self._elements(place) for place in self.owned),
             "adamw_state": ADAMW_BYTES * int(self.account["parameters"]["adamw"]),
             "tables_state": TABLES_BYTES * tables,
+            "rounding": self._rounding(mechanisms),
             "staging": round(self._of_rows("staging", b, t, mechanisms)),
-            "activations": self._activations(b, t, mechanisms),
+            "activations": sum(self.alive(b, t, mechanisms).values()),
             "buckets": self.reduce_bytes * elements if self.world > 1 and self.reduce_bytes < GRADIENT_BYTES else 0,
             "update": self._update_bytes(mechanisms),
             "workspace": self.workspace,
@@ -202,17 +208,35 @@ class Rank:
         beside = self.hosted(b, t, mechanisms)[0] if self.kind == "cpu" else 0
         return (max(peaks(self.memory(b, t, mechanisms))) + beside) * self.overhead
 
-    def _activations(self, b: int, t: int, mechanisms: Collection[str]) -> int:
-        """The most bytes alive in forward and backward: as a rule where backward begins, else beside a table's
-        gradient."""
+    def alive(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, int]:
+        """The most bytes alive in forward and backward, by what they are: those that each part of the model keeps for
+        backward, those that a kernel takes within itself, and those that backward takes beyond; or, where that is more,
+        a table's gradient and those beside it."""
         forms, granule, tables = self.variant(mechanisms), self.account["granule"], self._tables(mechanisms)
-        most = polynomial(forms["peak"], b, t, granule)
+        found = {part: polynomial(form, b, t, granule) for part, form in forms["saved"].items()}
+        tokens = b * -(-t // granule) * granule
+        beyond, inside = max((line["one"] + line["bt"] * tokens, line["inside"] * tokens) for line in forms["beyond"])
+        found |= {KERNELS: inside, BACKWARD: beyond - inside}
         if tables and "tables_peak" in forms:
-            most = max(most, polynomial(forms["tables_peak"], b, t, granule) + GRADIENT_BYTES * tables)
-        return round(most)
+            beside = {"beside_a_table": polynomial(forms["tables_peak"], b, t, granule)}
+            beside["table_gradient"] = GRADIENT_BYTES * tables
+            found = max(found, beside, key=lambda parts: sum(parts.values()))
+        return {name: round(value) for name, value in found.items() if round(value)}
+
+    def _rounding(self, mechanisms: Collection[str]) -> int:
+        """Bytes by which a card's blocks are larger than the state in them: weights, gradients, what the optimizers
+        keep of each tensor in fp32."""
+        if self.kind == "cpu":
+            return 0
+        changed = {row.get("component") for row in self._rows(mechanisms)}
+        blocks, elements = self.account["blocks"], self.account["parameters"]["muon"]
+        muon = 2.0 if "muon_momentum" in changed else 2 + sum(self._elements(i) for i in self.owned) / max(1, elements)
+        adamw = 2 if "adamw_state" in changed else 4
+        tables = 4 if self._tables(mechanisms) else 0
+        return int(muon * blocks["muon"] + adamw * blocks["adamw"] + tables * blocks["tables"])
 
     def _elements(self, place: int) -> int:
-        return math.prod(self.account["matrices"][place]["shape"])
+        return int(math.prod(self.account["matrices"][place]["shape"]))
 
     def _update_bytes(self, mechanisms: Collection[str]) -> int:
         """Temporaries at the optimizer's peak. Owned shapes are updated stack by stack, each beside the updates before

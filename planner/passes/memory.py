@@ -4,20 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from planner.passes import constants
-from planner.passes.cost import ADAMW_BYTES, GRADIENT_BYTES, MASTER_BYTES, STATE, TABLES_BYTES, Rank
+from planner.passes.cost import (
+    ADAMW_BYTES,
+    BACKWARD,
+    GRADIENT_BYTES,
+    KERNELS,
+    MASTER_BYTES,
+    STATE,
+    TABLES_BYTES,
+    WEIGHTS,
+    Rank,
+)
 from planner.passes.ledger import Ledger
-from planner.passes.ranks import elements_of, owned_by, rank_facts
+from planner.passes.ranks import elements_of, owned_by, rank_facts, workspace_of
 from schemas.document import reading
 from schemas.form import Json
 
+_ALIVE = {
+    WEIGHTS: "weights in the compute dtype, made in forward and kept for backward",
+    KERNELS: "temporaries of an opaque kernel at the peak",
+    BACKWARD: "what backward takes at its peak beyond all that is saved",
+    "beside_a_table": "the most bytes alive beside a table's gradient",
+    "table_gradient": f"{GRADIENT_BYTES} B an element: a table's gradient before it is added",
+}
 _WHY = {
     "masters": f"{MASTER_BYTES} B an element: fp32 master weights",
     "gradients": f"{GRADIENT_BYTES} B an element: fp32 gradients, kept from step to step",
     "adamw_state": f"{ADAMW_BYTES} B an element: two fp32 moments",
     "tables_state": f"{TABLES_BYTES} B an element: two fp32 moments of the tables' rows",
     "staging": "rows of the step's windows and of the next, and their gradients, in place of the tables",
-    "activations": "highest bytes alive in forward and backward, counted on the meta build",
+    "rounding": "a card's blocks are multiples of 2 MiB from 10 MiB on, where less than 1 MiB is left over",
+    "activations": "the most bytes alive in forward and backward: the sum of what they are",
     "buckets": "a narrower copy of the gradients while they are reduced; gradients lie in fp32 buckets",
     "update": "temporaries of the update: the stacks' work, updates as sent and received, AdamW's",
     "hosted": "what mechanisms keep in host memory: offloaded activations, tables and their moments",
@@ -39,20 +56,31 @@ def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: boo
     for name in (*held, "pinned", "activations", "buckets", "update"):
         if name == "muon_momentum":
             _momentum(ledger, account, place, rank, mechanisms, found[name])
+        elif name == "activations":
+            _activations(ledger, memory, rank.alive(*shape, mechanisms), sources[name])
         elif name != "pinned" or found[name]:
             why = _replaced(account, mechanisms, name) or _WHY[name]
-            measurable = name not in ("staging", "activations", "buckets", "update")
+            measurable = name not in ("rounding", "staging", "buckets", "update")
             ledger.compute(
                 f"{memory}/{name}", "B", lambda *_, name=name: found[name], sources[name], why, measurable=measurable
             )
     if rank.kind == "cuda":  # its own memory is not the host's
         held = [*(name for name in held if name != "hosted"), "workspace"]
-        ledger.put(f"{memory}/workspace", constants.GPU_WORKSPACE_BYTES.reading())
+        ledger.put(f"{memory}/workspace", workspace_of(ledger.draft, entry).reading())
     _peaks(ledger, memory, [f"{memory}/{name}" for name in held])
     if cpu:
         inputs = [f"{memory}/peak", "/fit/process_bytes"]
         why = "resident bytes of the process: peak and PyTorch itself"
         ledger.compute(f"{memory}/host", "B", lambda peak, process: round(peak + process), inputs, why, measurable=True)
+
+
+def _activations(ledger: Ledger, memory: str, alive: Mapping[str, int], inputs: list[str]) -> None:
+    """What is alive at the peak of forward and backward, each part a reading, and their sum."""
+    for name, nbytes in alive.items():
+        why = _ALIVE.get(name, "kept for backward by this part of the model, counted without memory")
+        ledger.compute(f"{memory}/alive/{name}", "B", lambda *_, nbytes=nbytes: nbytes, inputs, why)
+    parts = [f"{memory}/alive/{name}" for name in alive]
+    ledger.compute(f"{memory}/activations", "B", lambda *values: sum(values), parts, _WHY["activations"])
 
 
 _ALWAYS = ("masters", "gradients", "muon_momentum", "adamw_state")
@@ -68,7 +96,7 @@ def _sources(ledger: Ledger, account: Mapping[str, Json], base: str, mechanisms:
     changed = ["/fit/mechanisms"] if any(row.get("component") == "adamw_state" for row in rows) else []
     found = dict.fromkeys(("staging", "hosted", "pinned", "activations"), shape)
     found |= {"masters": [total, *where], "gradients": [total, *where], "muon_momentum": [total]}
-    found |= {"adamw_state": [adamw, *changed], "buckets": [total, exchange]}
+    found |= {"rounding": ["/workload/digest", *where], "adamw_state": [adamw, *changed], "buckets": [total, exchange]}
     found["update"] = ["/workload/digest", "/workload/config/ns_dtype", *changed]
     return found | ({"tables_state": [tables, *where]} if account["parameters"]["tables"] else {})
 

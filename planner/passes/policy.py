@@ -230,7 +230,7 @@ def _host_link(ledger: Ledger, base: str, device: str) -> None:
 def carries(account: Mapping[str, Json]) -> bool:
     """Whether a mechanism on offer moves bytes between a device and host memory."""
     moved = [row["link"] for row in account["mechanisms"].values() if "link" in row]
-    for by_dtype in account["compute"].values():
+    for by_dtype in [by_dtype for by_set in account["compute"].values() for by_dtype in by_set.values()]:
         moved += [forms["link"] for by_variant in by_dtype.values() for forms in by_variant.values()]
     return any(any(form.values()) for form in moved)
 

@@ -72,7 +72,7 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         newton_schulz=config["ns_dtype"]["chosen"],
         adamw=config["adamw"]["chosen"] if "adamw" in config else "ieee",
         reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
-        workspace=int(constants.GPU_WORKSPACE_BYTES.value) if kind_of(draft, entry) == "cuda" else 0,
+        workspace=int(workspace_of(draft, entry).value) if kind_of(draft, entry) == "cuda" else 0,
         overhead=constants.ALLOCATOR_OVERHEAD[kind_of(draft, entry)].value,
         compute_ratios=taught.get("compute", ()),
         optimizer_ratios=taught.get("optimizer", ()),
@@ -84,6 +84,12 @@ def kind_of(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> str:
     return next(
         str(device["kind"]) for device in draft["fleet"]["devices"].values() if entry["devices"][0] in device["ids"]
     )
+
+
+def workspace_of(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> constants.Assumed:
+    """What a card's libraries hold throughout."""
+    device = next(item for item in draft["fleet"]["devices"].values() if entry["devices"][0] in item["ids"])
+    return constants.workspace(device["sm"]["value"])
 
 
 def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float | None:

@@ -290,8 +290,7 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         peak, limit = entry["memory"]["peak"]["value"], entry["memory"]["limit"]
         if peak is None or limit["value"] is None or peak <= limit["value"]:
             continue
-        names = [name for name in COMPONENTS if name in entry["memory"]]
-        parts = ", ".join(f"{name} {size(entry['memory'][name]['value'])}" for name in names)
+        parts = _components(entry["memory"])
         engaged = [*plan["fit"]["mechanisms"]["chosen"], *entry["mechanisms"]["chosen"]]
         yield Refusal(
             "does-not-fit",
@@ -303,6 +302,18 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             else "no memory mechanism is engaged, and a run would end out of memory",
             ways_to_fit(plan, facts["request"], facts["account"]),
         )
+
+
+def _components(memory: Facts) -> str:
+    """Every component of memory with its size, and of the activations what they are, the largest first."""
+    alive = sorted(memory.get("alive", {}).items(), key=lambda item: -item[1]["value"])
+    within = ", ".join(f"{name} {size(item['value'])}" for name, item in alive)
+    parts = []
+    for name in COMPONENTS:
+        if name in memory:
+            told = f"{name} {size(memory[name]['value'])}"
+            parts.append(f"{told} ({within})" if name == "activations" and within else told)
+    return ", ".join(parts)
 
 
 def host_does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:

@@ -113,14 +113,26 @@ def _kernel(rank: Mapping[str, Any], name: str) -> str:
 def _memory(plan: Plan, page: Page) -> None:
     page.title("Memory of a rank")
     known = [rank["memory"] for rank in plan["ranks"]]
-    others = [key for key in known[0] if key not in (*COMPONENTS, "backward_peak", "optimizer_peak", "peak", "limit")]
-    named = (*COMPONENTS, *others, "backward_peak", "optimizer_peak", "peak", "limit")
-    names = [name for name in named if any(name in memory for memory in known)]
-    rows = []
-    for name in names:
-        cells = [told(memory[name]) if name in memory else "" for memory in known]
-        rows.append(([name.replace("_", " "), *cells], "bold" if name in ("peak", "limit") else ""))
+    last = ("backward_peak", "optimizer_peak", "peak", "limit")
+    others = [key for key in known[0] if key not in (*COMPONENTS, *last, "alive")]
+    rows: list[Row] = []
+    for name in (*COMPONENTS, *others, *last):
+        if any(name in memory for memory in known):
+            cells = [told(memory[name]) if name in memory else "" for memory in known]
+            rows.append(([name.replace("_", " "), *cells], "bold" if name in ("peak", "limit") else ""))
+        rows += _alive([memory.get("alive", {}) for memory in known]) if name == "activations" else []
     page.table(("component", *_headings(plan)), rows)
+
+
+def _alive(known: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """A row for each part of the activations, the largest first."""
+    largest: dict[str, float] = {}
+    for alive in known:
+        for name, item in alive.items():
+            largest[name] = max(largest.get(name, 0), item["value"] or 0)
+    for name in sorted(largest, key=lambda name: -largest[name]):
+        cells = [told(alive[name]) if name in alive else "" for alive in known]
+        yield [f"  {name.replace('_', ' ')}", *cells], ""
 
 
 def _step(plan: Plan, page: Page) -> None:
