@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,39 @@ def test_saved_bytes_are_told_by_part_of_the_model() -> None:
     assert counts["saved/weights_cast"] == 2 * sum(
         p.numel() for name, p in made.named_parameters() if p.ndim > 1 and "embedding" not in name
     )
+
+
+@pytest.mark.parametrize("shape", [(2, 128, 4, 64, 64), (1, 100, 2, 32, 64), (1, 64, 2, 128, 128)], ids=str)
+def test_what_flas_kernels_take_within_themselves_is_what_its_own_code_allocates(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_spec("fla") is None:
+        pytest.skip("fla-core is not installed")
+    from triton.runtime.jit import KernelInterface
+
+    from executor.kernels import kda_fla
+    from executor.kernels.registry import costs
+
+    kda_fla._fla(4, 64)
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda *_: lambda *_, **__: None)  # launch nothing
+    batch, length, heads, keys, channels = shape
+    with phantoms():
+        q, k, v, decay, beta = (
+            torch.zeros(batch, length, heads, *size, dtype=torch.bfloat16)
+            for size in ((keys,), (keys,), (channels,), (keys,), ())
+        )
+        given = (q, k, v, decay, beta, torch.zeros(heads), torch.zeros(heads * keys))
+        with Tally(given) as forward:
+            out = kda_fla._forward._init_fn(*given)
+        saved = (out[1], out[2], *given[2:], *out[3:])
+        gradient = torch.zeros_like(v)
+        with Tally([gradient, *saved]) as backward:
+            gradients = kda_fla._backward._init_fn(gradient, *saved)
+        for name, tally, args, made in (
+            ("dormouse::kda_chunk", forward, given, out),
+            ("dormouse::kda_chunk_backward", backward, (gradient, *saved), gradients),
+        ):
+            assert costs[name].temporary(*args, out=made) == tally.peak - tally.live, name
 
 
 lines = st.lists(st.tuples(st.integers(-1000, 1000), st.integers(0, 10**6)), min_size=1, max_size=8)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -119,7 +120,8 @@ class _Sizes:
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
         batch, length, heads, keys = q.shape
-        self.keys, self.values, self.chunk = q.numel(), v.numel(), batch * length * heads * CHUNK
+        self.rows, self.keys, self.values = batch * length * heads, q.numel(), v.numel()
+        self.chunk = self.rows * CHUNK
         self.states = batch * -(-length // CHUNK) * heads * keys * v.shape[-1]
 
 
@@ -144,12 +146,14 @@ def _temporary(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, out: Any) -> int:
     return 4 * size.keys + 2 * (2 * size.keys + 2 * size.values + size.states)
 
 
-def _temporary_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor, out: Any) -> int:
-    """All that the forward made again, and, before they are rounded, the gradients of q, k, decay and the matrices in
-    fp32, those of q, k and decay twice."""
+def _temporary_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Tensor, out: Sequence[Tensor]) -> int:
+    """At its most, beside the gradients that it gives: running decays in fp32; W, U, decayed q and k, states and their
+    gradient, new values; and in fp32 the gradients of q, k and decay twice, of both matrices, and of beta, once for
+    every 32 channels besides."""
     size = _Sizes(q, v)
-    again = 4 * size.keys + 2 * (3 * size.keys + 2 * size.values + size.states)
-    return again + 24 * size.keys + 8 * size.chunk + 2 * (2 * size.values + size.states)
+    alive = 4 * size.keys + 2 * (3 * size.keys + 3 * size.values + 2 * size.states)
+    alive += 24 * size.keys + 8 * size.chunk + (8 + 4 * -(-q.shape[-1] // 32)) * size.rows
+    return alive - sum(item.numel() * item.element_size() for item in out)
 
 
 # Launches as a profile of FLA 0.6.0 on an H200 shows them.
