@@ -200,6 +200,9 @@ def of_rank(seen: Seen) -> dict[str, Json]:
     for name, choice in seen.ran.get("kernels", {}).items():
         taken = Taken(choice, 1, "calls counted in the smoke launch")
         rows[f"/ranks/{rank.entry}/kernels/{name} @{rank.rank}"] = _row(taken, "", "all")
+    for name, nbytes in seen.ran.get("kept", {}).items():
+        taken = Taken(nbytes, 1, "storages that lie there after the smoke launch's forward")
+        rows[f"/ranks/{rank.entry}/memory/alive/{name} @{rank.rank}"] = _row(taken, "B", "last")
     for name, match in tuned.used.items():
         taken = Taken(match, 1, "the folder that the kernels read")
         rows[f"/ranks/{rank.entry}/tuned/{name} @{rank.rank}"] = _row(taken, "", "all")

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from executor.count import Tally
 from executor.guest import told
 from executor.kernels import registry
+from executor.places import followed
 from executor.precision import Products, compute_in
 from schemas.form import Json
 
@@ -26,14 +28,14 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
         ``error``: what it raised, else None; ``nonfinite``: of the loss and the gradients, those that are not finite;
         ``unused``: the trainable parameters that no gradient reached;
         ``dtype``: of the products with parameters, by the largest share of their FLOPs (None where there are none);
-        ``kernels``: of each kernel, the choice that ran (several: separated by commas).
+        ``kernels``: of each kernel, the choice that ran (several: separated by commas);
+        ``kept``: bytes of the storages that lie there when forward is over, by the part of the model that made them.
     """
     registry.calls.clear()
     products, nonfinite, unused = Products(), list[str](), list[str]()
     try:
         with _kept_buffers(model), products:
-            with compute_in(dtype, inputs.device.type):
-                loss = model(inputs, targets)
+            loss, kept = _forward(model, inputs, targets, dtype)
             torch.autograd.backward(loss)
         nonfinite, unused = _not_finite(model, loss.detach()), _without_gradient(model)
     except (Exception, SystemExit) as error:  # of a kernel that does not serve the device, or of a user's code
@@ -49,12 +51,21 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
         "unused": unused,
         "dtype": products.ran(),
         "kernels": {kernel: ", ".join(choices) for kernel, choices in ran.items()},
+        "kept": kept,
     }
+
+
+def _forward(model: nn.Module, inputs: Tensor, targets: Tensor, dtype: str) -> tuple[Tensor, dict[str, int]]:
+    """The loss, and what is kept for backward by the part of the model that made it, autocast's copies gone."""
+    known = (inputs, targets, *model.parameters(), *model.buffers())
+    with followed(model) as place, Tally(known, place=place) as tally, compute_in(dtype, inputs.device.type):
+        loss = model(inputs, targets)
+    return loss, tally.saved()
 
 
 def failed(rank: int, error: BaseException) -> dict[str, Json]:
     """The row of a rank that ``error`` kept from a smoke launch."""
-    return {"rank": rank, "error": told(error), "nonfinite": [], "unused": [], "dtype": None, "kernels": {}}
+    return {"rank": rank, "error": told(error), "nonfinite": [], "unused": [], "dtype": None, "kernels": {}, "kept": {}}
 
 
 def _not_finite(model: nn.Module, loss: Tensor) -> list[str]:

@@ -205,3 +205,16 @@ def test_the_loss_scale_that_a_run_came_to_is_beside_the_one_it_began_with(tmp_p
     assert entry["measured"]["/ranks/0/dtype @0"]["value"] == "fp16"
     _, plain = run(tmp_path, 2)
     assert "/workload/config/loss_scale" not in {**plain["measured"], **plain["absent"]}
+
+
+@pytest.mark.parametrize("mechanisms", [None, ["act_ckpt"], ["recompute"]])
+def test_what_each_part_keeps_for_backward_is_measured_as_it_was_counted(
+    tmp_path: Path, mechanisms: list[str] | None
+) -> None:
+    routed = {"layers": 3, "width": 32, "heads": 2, "experts": 4, "topk": 2, "expert_ffn": 16, **TABLES}
+    sizes: dict[str, Any] = {"batch": 4, "seq": 64, "dtype": ["bf16"]}
+    plan, entry = run(tmp_path, 4, model="tiny", settings=routed, mechanisms=mechanisms, **sizes)
+    alive = "/ranks/0/memory/alive/"
+    found = {label.removeprefix(alive): line for label, line in entry["measured"].items() if label.startswith(alive)}
+    assert {name.split(" ")[0] for name in found} == plan["ranks"][0]["memory"]["alive"].keys() - {"backward_beyond"}
+    assert {name: line["value"] for name, line in found.items()} == {n: line["predicted"] for n, line in found.items()}
