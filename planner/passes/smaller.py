@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.passes import constants
 from planner.passes.cost import STATE, Rank
 from planner.passes.layout import device_pointer
-from planner.passes.mechanisms import Mechanisms, offer
+from planner.passes.mechanisms import Mechanisms, Offer, offer
 from planner.passes.ranks import device_room, rank_facts
 from planner.passes.split import largest_within
 from planner.views.words import size
@@ -57,6 +57,7 @@ def ways_to_fit(plan: Mapping[str, Json], request: Mapping[str, Json], account: 
     ways = []
     if request["fit"] in (None, "off") and all(room.holds(room.batch, room.length, room.every) for room in rooms):
         ways.append(f"--fit {_budgets(plan)}, which engages memory mechanisms")
+    ways += _policies(rooms, request, offer(plan, request, account))
     ways += _more(rooms, request)
     ways += _batches(rooms, request)
     length = _longest(rooms, account["granule"])
@@ -87,6 +88,22 @@ def _room(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mappin
         open=offers.open_sets(rank.kind, request["fit"]),
         every=offers.open_sets(rank.kind, "auto"),
     )
+
+
+def _policies(rooms: list[_Room], request: Mapping[str, Json], offers: Offer) -> list[str]:
+    """Another policy, where some set of mechanisms fits that the order does not lead to; or fewer asked for by name,
+    where they exclude what would fit."""
+    if request["fit"] in (None, "off"):
+        return []
+    if all(room.holds(room.batch, room.length, room.open) for room in rooms):
+        blind = any(room.rank.rates is None for room in rooms)
+        return ["--fit-policy cheapest"] if request["fit_policy"] == "in-order" and not blind else []
+    for left in (*((name,) for name in offers.asked), offers.asked):
+        others = replace(offers, asked=tuple(name for name in offers.asked if name not in left))
+        sets = [others.open_sets(room.rank.kind, request["fit"]) for room in rooms]
+        if left and all(room.holds(room.batch, room.length, of) for room, of in zip(rooms, sets, strict=True)):
+            return [f"{', '.join(left)} left out of --mechanisms"]
+    return []
 
 
 def _more(rooms: list[_Room], request: Mapping[str, Json]) -> list[str]:

@@ -1,0 +1,191 @@
+"""Properties of the fit on made-up accounts: budgets, batches, components, and the chosen set by brute force."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.passes.compile import compile_plan
+from planner.passes.constants import FIT_HEADROOM
+from planner.passes.cost import COMPONENTS, STATE, Rank
+from planner.passes.mechanisms import offer
+from planner.passes.ranks import rank_facts
+from planner.refusals.rules import Refused
+from worlds import account, fleet, request
+
+ORDER = ["moe_offload", "engram_ram", "muon_state_bf16", "optim_8bit", "act_ckpt", "recompute"]
+VARIANTS = ("moe_offload", "act_ckpt", "moe_offload+act_ckpt", "recompute")
+
+
+@st.composite
+def accounts(draw: st.DrawFn) -> dict[str, Any]:
+    """The account of b1 with fewer mechanisms, each of which saves and costs what is drawn."""
+    made = account("b1")
+    dropped = draw(st.sets(st.sampled_from(ORDER), max_size=3))
+    made["mechanisms"] = {name: row for name, row in made["mechanisms"].items() if name not in dropped}
+    scales = {name: (draw(st.floats(0.05, 1.0)), draw(st.floats(1.0, 2.0))) for name in VARIANTS}
+    for by_variant in [v for by_dtype in made["compute"]["cuda"].values() for v in by_dtype.values()]:
+        for name, (saved, work) in scales.items():
+            forms = by_variant[name]
+            forms["saved"] = {part: _times(form, saved) for part, form in by_variant["plain"]["saved"].items()}
+            forms["flops"] = _times(by_variant["plain"]["flops"], work)
+    return made
+
+
+def _times(form: dict[str, float], factor: float) -> dict[str, float]:
+    return {key: float(f"{value * factor:.6g}") for key, value in form.items()}
+
+
+def _plan(work: dict[str, Any], limit: float | None = None, **asked: Any) -> dict[str, Any]:
+    """A plan of ``work`` on one made-up card that may hold ``limit`` bytes."""
+    budget = {} if limit is None else {"fit": [int(limit / FIT_HEADROOM) + 1]}
+    return compile_plan(request(**budget, **asked), fleet(1e12), work)
+
+
+def _facts(work: dict[str, Any]) -> tuple[Rank, list[tuple[str, ...]]]:
+    """The one rank, and every set of mechanisms that it may have."""
+    made = _plan(work)
+    offers = offer(made, request(), work)
+    fleets = offers.subsets(offers.names("fleet", ["cuda"]))
+    return rank_facts(made, work, 0), [
+        (*shared, *own) for shared in fleets for own in offers.subsets(offers.names("rank", ["cuda"]), shared)
+    ]
+
+
+def _engaged(made: dict[str, Any]) -> list[str]:
+    found = {*made["fit"]["mechanisms"]["chosen"], *made["ranks"][0]["mechanisms"]["chosen"]}
+    return sorted(found, key=ORDER.index)
+
+
+def _time(rank: Rank, names: tuple[str, ...] | list[str]) -> float:
+    """Of a step, where a gain in time counts for nothing."""
+    parts = itertools.chain.from_iterable(itertools.combinations(names, size) for size in range(len(names) + 1))
+    return max(rank.compute_seconds(8, 512, held) + rank.update_seconds(held) for held in parts)
+
+
+between = st.floats(0.0, 1.0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(accounts(), between, between)
+def test_the_cheapest_set_is_that_of_brute_force_and_a_larger_budget_is_never_slower(
+    work: dict[str, Any], one: float, other: float
+) -> None:
+    rank, sets = _facts(work)
+    peaks = {names: rank.peak(8, 512, names) for names in sets}
+    least, most = min(peaks.values()), peaks[()]
+    times = []
+    for share in sorted((one, other)):
+        limit = least + share * (most - least) + 1
+        chosen = tuple(_engaged(_plan(work, limit)))
+        fitting = [names for names in sets if peaks[names] <= limit]
+        assert chosen in [tuple(sorted(names, key=ORDER.index)) for names in fitting]
+        assert _time(rank, chosen) == pytest.approx(min(_time(rank, names) for names in fitting), rel=1e-12)
+        times.append(_time(rank, chosen))
+    assert times[1] <= times[0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(accounts(), between, between)
+def test_in_order_a_larger_budget_ends_no_later_in_the_order(work: dict[str, Any], one: float, other: float) -> None:
+    rank, sets = _facts(work)
+    peaks = {names: rank.peak(8, 512, names) for names in sets}
+    ends = []
+    for share in sorted((one, other)):
+        limit = min(peaks.values()) + share * (peaks[()] - min(peaks.values())) + 1
+        try:
+            found = _engaged(_plan(work, limit, fit_policy="in-order"))
+        except Refused as refusal:  # the order may not lead to the set that leaves least: then another policy is named
+            assert "--fit-policy cheapest" in refusal.text()
+            ends.append(len(ORDER))
+            continue
+        ends.append(max((ORDER.index(name) for name in found), default=-1))
+        offered = [name for name in ORDER if name in work["mechanisms"]]
+        if "recompute" not in found:  # which takes the place of what it excludes
+            assert found == offered[: len(found)]
+    assert ends[1] <= ends[0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(accounts(), st.integers(1, 64), st.sampled_from([16, 64, 512, 4096]))
+def test_more_to_hold_never_needs_less(work: dict[str, Any], batch: int, length: int) -> None:
+    rank, sets = _facts(work)
+    for names in sets:
+        here = rank.peak(batch, length, names)
+        assert rank.peak(batch + 1, length, names) >= here
+        assert rank.peak(batch, length + 16, names) >= here
+
+
+@settings(max_examples=10, deadline=None)
+@given(accounts(), st.integers(1, 16), st.sampled_from([(), ("engram_ram",), ("moe_offload",), ("recompute",)]))
+def test_components_sum_to_the_peaks_and_parts_to_their_component(
+    work: dict[str, Any], batch: int, names: tuple[str, ...]
+) -> None:
+    held = [name for name in names if name in work["mechanisms"]]
+    memory = _plan(work, batch=batch, mechanisms=held or None)["ranks"][0]["memory"]
+    value = {name: item["value"] for name, item in memory.items() if name != "alive"}
+    assert value["activations"] == sum(item["value"] for item in memory["alive"].values())
+    assert memory["activations"]["inputs"] == [f"/ranks/0/memory/alive/{name}" for name in memory["alive"]]
+    state = sum(value.get(name, 0) for name in STATE)
+    assert value["backward_peak"] == state + value["activations"] + value["buckets"]
+    assert value["optimizer_peak"] == state + value["update"] + value["buckets"]
+    assert value["peak"] == max(value["backward_peak"], value["optimizer_peak"])
+    assert {*value} <= {*COMPONENTS, "hosted", "pinned", "backward_peak", "optimizer_peak", "peak", "limit"}
+
+
+def test_a_refusal_names_every_component_with_its_parts_and_a_policy_that_would_do() -> None:
+    work = account("b1")
+    for by_variant in [v for by_dtype in work["compute"]["cuda"].values() for v in by_dtype.values()]:
+        for part in ("saved", "beyond"):  # moe_offload comes first and, with it, act_ckpt saves nothing
+            for name in ("moe_offload", "moe_offload+act_ckpt", "recompute"):
+                by_variant[name][part] = by_variant["plain"][part]
+    rank, sets = _facts(work)
+    limit = min(rank.peak(8, 512, names) for names in sets) + 1
+    assert "act_ckpt" in _engaged(_plan(work, limit))
+    with pytest.raises(Refused) as caught:
+        _plan(work, limit, fit_policy="in-order")
+    text = caught.value.text()
+    assert "--fit-policy cheapest" in text
+    memory = _plan(work, mechanisms=_engaged_in_vain(text))["ranks"][0]["memory"]
+    for name in [*(name for name in COMPONENTS if name in memory), *memory["alive"]]:
+        assert f"{name} " in text, name
+
+
+def _engaged_in_vain(text: str) -> list[str]:
+    return (
+        next(line for line in text.split("\n") if "engaged, what is left" in line)
+        .split("with ")[1]
+        .split(" engaged")[0]
+        .split(", ")
+    )
+
+
+def test_a_mechanism_asked_for_that_excludes_what_would_fit_is_named() -> None:
+    work = account("b1")
+    rank, sets = _facts(work)
+    with_it = min(rank.peak(8, 512, names) for names in sets if "act_ckpt" in names)
+    without = min(rank.peak(8, 512, names) for names in sets if "act_ckpt" not in names)
+    assert without < with_it
+    with pytest.raises(Refused) as caught:
+        _plan(work, (with_it + without) / 2, mechanisms=["act_ckpt"])
+    assert "act_ckpt left out of --mechanisms" in caught.value.text()
+    assert _plan(work, (with_it + without) / 2)
+
+
+def test_the_workspace_of_a_card_is_by_its_generation() -> None:
+    for sm, mebibytes in (("7.5", 16.25), ("8.6", 16.25), ("9.0", 64), ("12.0", 64)):
+        made = compile_plan(request(), fleet(1e12, sm=sm), account())
+        assert made["ranks"][0]["memory"]["workspace"]["value"] == mebibytes * 2**20
+
+
+def test_a_cards_blocks_are_rounded_and_a_cpus_are_not() -> None:
+    work = account("b1")
+    work["blocks"] = {"muon": 1000, "adamw": 10, "tables": 100}
+    made = _plan(work)["ranks"][0]["memory"]["rounding"]["value"]
+    assert made == 3 * 1000 + 4 * 10 + 4 * 100  # weights, gradients and momentum; and two moments where there are
+    moved = _plan(work, mechanisms=["engram_ram", "muon_state_bf16"])["ranks"][0]["memory"]["rounding"]["value"]
+    assert moved == 2 * 1000 + 4 * 10
