@@ -52,13 +52,13 @@ def environment(environ: Mapping[str, str], threads: int | None, home: Path) -> 
     return kept
 
 
-def command(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """What starts the ranks."""
+def command(ranks: int, arguments: Sequence[str], module: str = "executor") -> list[str]:
+    """What starts the ranks of ``module``."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*launcher, "-m", "executor", *arguments]
+    return [*launcher, "-m", module, *arguments]
 
 
-def start(ranks: int, threads: int | None, arguments: Sequence[str], home: Path) -> int:
+def start(ranks: int, threads: int | None, arguments: Sequence[str], home: Path, module: str = "executor") -> int:
     """Start the ranks in this process's stead, or under it, and give their exit code.
 
     Under torchrun this process becomes the launcher. Else it waits for one: torchrun turns every code into 1, so the
@@ -66,9 +66,9 @@ def start(ranks: int, threads: int | None, arguments: Sequence[str], home: Path)
     """
     environ = environment(os.environ, threads, home)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        os.execve(sys.executable, command(ranks, arguments), environ)
+        os.execve(sys.executable, command(ranks, arguments, module), environ)
     with tempfile.TemporaryDirectory(prefix="dormouse-") as folder:
-        return _wait(command(ranks, arguments), {**environ, OUTCOME: folder}, Path(folder))
+        return _wait(command(ranks, arguments, module), {**environ, OUTCOME: folder}, Path(folder))
 
 
 def _wait(words: Sequence[str], environ: Mapping[str, str], folder: Path) -> int:

@@ -38,6 +38,8 @@ def plan(path: Path, ranks: int = 1, settings: dict[str, Any] | None = None, **a
     small a model gains nothing by two, and tests run beside each other.
     """
     chosen = {**(SMALL if "model" not in asked else {}), **{key: str(value) for key, value in (settings or {}).items()}}
+    if "experts" in chosen and "ffn" not in (settings or {}):
+        chosen.pop("ffn", None)  # it would change nothing beside experts, and is refused
     data = path.read_bytes()
     source = {"name": path.name, "weight": 1, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     sizes = {"seq": 32, "batch": 3, "steps": 6, "seed": 1, **asked}

@@ -6,11 +6,12 @@ The third computes with the plainest CPU kernels (ATEN_CPU_CAPABILITY=default), 
 from __future__ import annotations
 
 import atexit
+import io
 import multiprocessing
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,10 +23,19 @@ _DEADLINE_SECONDS = 100
 
 def run(plan: dict[str, Any], data: Path, run_dir: Path, *, on: Sequence[int] = (0, 1), **job: Any) -> list[Any]:
     """Run ``plan`` on the processes ``on``, one a rank; gives each rank's result, in order. See `_train`."""
+    return _served({"plan": plan, "data": str(data), "run_dir": str(run_dir), **job}, on)
+
+
+def gate(arguments: Sequence[str], fault: str | None = None) -> list[Any]:
+    """The command ``executor.gate`` on two ranks; gives each rank's code and words. See `_gate`."""
+    return _served({"arguments": list(arguments), "fault": fault}, (0, 1))
+
+
+def _served(job: dict[str, Any], on: Sequence[int]) -> list[Any]:
     workers, port = _workers(), _free_port()
     for rank, worker in enumerate(on):
         world = {"RANK": str(rank), "WORLD_SIZE": str(len(on)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        workers[worker].send((world, {"plan": plan, "data": str(data), "run_dir": str(run_dir), **job}))
+        workers[worker].send((world, job))
     results = []
     for worker in on:
         if not workers[worker].poll(_DEADLINE_SECONDS):
@@ -61,7 +71,7 @@ def _serve(connection: Connection) -> None:
     while True:
         world, job = connection.recv()
         os.environ.update(world)
-        connection.send(_train(int(world["RANK"]), **job))
+        connection.send(_gate(**job) if "arguments" in job else _train(int(world["RANK"]), **job))
 
 
 def _train(
@@ -83,51 +93,39 @@ def _train(
     import torch
 
     import faults
-    from executor.fleet import abandon, fingerprint
+    from executor.fleet import abandon
+    from executor.gates.bench import Poison
+    from executor.gates.compare import Watch
     from executor.run import Places, execute
     from planner.refusals.rules import Refused
 
-    seen: dict[str, Any] = {"losses": [], "fingerprints": [], "weights": None, "gradients": None, "buffers": []}
-
-    def observe(step: int, loss: float, model: Any) -> None:
-        seen["losses"].append(loss)
-        seen["fingerprints"].append(fingerprint(model))
-        seen["buffers"].append({n: b.numpy().copy() for n, b in model.named_buffers()})
-        if step == 0:
-            seen["weights"] = {n: p.detach().double().numpy().copy() for n, p in model.named_parameters()}
-            seen["gradients"] = {n: p.grad.double().numpy().copy() for n, p in model.named_parameters()}
-
+    watch = Poison(poison[1]) if poison is not None and poison[0] == rank else Watch()
     undo = faults.plant(fault) if fault else []
-    undo += _poison(rank, poison)
     products = torch.backends.mkldnn.flags(enabled=False) if rank == plain_products_on else nullcontext()
     try:
         with products:
-            done = execute(plan, Places(None, Path(run_dir), (Path(data),)), observe=observe)
-        seen |= {"outcome": done.outcome, "reason": done.reason, "entry": done.entry}
+            done = execute(plan, Places(None, Path(run_dir), (Path(data),)), observe=watch)
+        end = {"outcome": done.outcome, "reason": done.reason, "entry": done.entry}
     except Refused as error:
-        seen |= {"outcome": "refused", "reason": error.text(), "entry": None}
+        end = {"outcome": "refused", "reason": error.text(), "entry": None}
     finally:
         abandon()
         for owner, attribute, original in undo:
             setattr(owner, attribute, original)
-    return seen
+    seen = {key: getattr(watch, key) for key in ("losses", "fingerprints", "buffers", "weights", "gradients")}
+    return seen | end
 
 
-def _poison(rank: int, poison: tuple[int, int] | None) -> list[tuple[Any, str, Any]]:
-    """Make one rank's loss NaN at one step (the first forward through DDP is the discarded one, before step 0)."""
-    from executor.fleet import Ranks
+def _gate(arguments: list[str], fault: str | None) -> dict[str, Any]:
+    """The code and the words of this rank's part in the command ``executor.gate``."""
+    import faults
+    from executor import gate
 
-    prepare = Ranks.prepare
-
-    def tripped(self: Any, *parts: Any) -> Any:
-        forward, calls = prepare(self, *parts), [-2]
-
-        def call(*batch: Any) -> Any:
-            calls[0] += 1
-            loss = forward(*batch)
-            return loss * float("nan") if poison == (rank, calls[0]) else loss
-
-        return call
-
-    Ranks.prepare = tripped  # type: ignore[method-assign]
-    return [(Ranks, "prepare", prepare)]
+    undo = faults.plant(fault) if fault else []
+    words = io.StringIO()
+    try:
+        with redirect_stdout(words), redirect_stderr(words):
+            return {"code": gate.main(arguments), "words": words.getvalue()}
+    finally:
+        for owner, attribute, original in undo:
+            setattr(owner, attribute, original)

@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,8 @@ import plans
 import ranks
 from executor import build, smoke
 from executor.data import open_corpus
-from executor.slices import data_slice, rank_slice, work_slice
+from executor.gates import compare
+from executor.slices import data_slice, work_slice
 from test_executor_scaling import WHOLE, training
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes and of runs for all
@@ -73,14 +73,14 @@ def together(folder: Path, kind: str, fault: str | None = None, on: tuple[int, i
 def losses_gate(results: Any, one: Any) -> float:
     """The largest difference of the losses over all steps."""
     assert len(results[0]["losses"]) == STEPS, results[0]["reason"]
-    worst = float(np.abs(np.subtract(results[0]["losses"], one["losses"])).max())
+    worst, _ = compare.losses_apart(results[0]["losses"], one["losses"])
     assert worst <= LOSS_BOUND
     return worst
 
 
 def one_step_gate(results: Any, one: Any) -> float:
     """The largest relative difference of the weights after one step."""
-    worst = max(_relative(results[0]["weights"][name], right) for name, right in one["weights"].items())
+    worst, _ = compare.furthest(results[0]["weights"], one["weights"])
     assert worst <= ONE_STEP_BOUND
     return worst
 
@@ -89,15 +89,15 @@ def identity_gate(results: Any) -> int:
     """How many steps left equal weights on both ranks, as the ranks found themselves and as seen from outside."""
     assert results[0]["outcome"] == "finished", results[0]["reason"]
     assert results[0]["entry"]["fingerprints_compared"] == STEPS
-    assert results[0]["fingerprints"] == results[1]["fingerprints"]
+    assert not compare.steps_apart([result["fingerprints"] for result in results])
     return len(set(results[0]["fingerprints"]))
 
 
 def gradient_gate(results: Any, folder: Path, kind: str = "unequal") -> float:
     """The first reduced gradient against sum(t_r g_r) / sum(t_r), that is (4 g0 + 2 g1) / 6 of kind "unequal",
     accumulated by hand from the windows of each rank in one process."""
-    expected = _by_hand(fleet_plan(folder, kind), plans.corpus(folder), SHAPES[kind])
-    worst = max(_relative(result["gradients"][name], right) for result in results for name, right in expected.items())
+    expected = compare.gradient_by_hand(fleet_plan(folder, kind), [plans.corpus(folder)])
+    worst = max(compare.furthest(result["gradients"], expected)[0] for result in results)
     assert worst <= GRADIENT_BOUND
     return worst
 
@@ -105,30 +105,9 @@ def gradient_gate(results: Any, folder: Path, kind: str = "unequal") -> float:
 def balance_gate(results: Any, one: Any) -> int:
     """The experts' balances after each step, on both ranks bit for bit those of one process; how many there were."""
     assert len(results[0]["buffers"]) == len(one["buffers"]) == STEPS, results[0]["reason"]
-    names = [name for name in one["buffers"][0] if name.endswith("bias")]
-    for result in results:
-        for found, right in zip(result["buffers"], one["buffers"], strict=True):
-            assert all(np.array_equal(found[name], right[name]) for name in names)
-            assert not any(found[name.replace("bias", "counts")].any() for name in names)
+    assert not any(compare.balances_apart(result["buffers"], one["buffers"]) for result in results)
+    names = compare.balances(one["buffers"][0])
     return len({one["buffers"][step][name].tobytes() for step in range(STEPS) for name in names})
-
-
-def _by_hand(plan: dict[str, Any], data: Path, shapes: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-    total: dict[str, Any] = {}
-    offset, tokens = 0, sum(batch * length for batch, length in shapes)
-    for rank, (batch, length) in enumerate(shapes):
-        _, model = build.model(work_slice(plan), dict(rank_slice(plan, rank).kernels))
-        reader = build.reader([open_corpus(data)], data_slice(plan, rank))
-        model(*reader.batch(0, sum(b for b, _ in shapes), offset, batch, length)).backward()
-        offset += batch
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            total[name] = total.get(name, 0.0) + batch * length / tokens * parameter.grad.double().numpy()
-    return total
-
-
-def _relative(found: Any, right: Any) -> float:
-    return float(np.linalg.norm(found - right) / np.linalg.norm(right))
 
 
 def test_two_ranks_have_the_losses_of_one_process(folder: Path) -> None:
