@@ -436,6 +436,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="each case at a size for a CPU")
     parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the list, from its beginning")
+    parser.add_argument("--only", default="", metavar="TEXT", help="of the list, the cases whose names hold this")
     parser.add_argument("--drawn", type=int, metavar="SEED", help="eight more cases, drawn with this seed")
     parser.add_argument("--budgets", type=int, default=0, metavar="N", help="how many budgets to try")
     parser.add_argument("--seed", type=int, default=0, help="of the budgets")
@@ -457,7 +458,8 @@ def _work(
     """(kind, name, what gives its row) of all that is not done yet, in order; the plans of the grid are made ahead."""
     planners, others = pools
     dice = random.Random(options.drawn)
-    wanted = list(CASES[: options.cases]) + ([] if options.drawn is None else [drawn(dice) for _ in range(8)])
+    wanted = [found for found in CASES[: options.cases] if options.only in found.name]
+    wanted += [] if options.drawn is None else [drawn(dice) for _ in range(8)]
     wanted = [smaller(found) for found in wanted] if options.small else wanted
     for place, found in enumerate(wanted):
         if found.name not in record["cases"]:
