@@ -81,6 +81,7 @@ def _options(given: list[str]) -> argparse.Namespace:
         "--data", metavar="PATH", action="append", default=[],
         help="where the plan's data lies: one a source, in the plan's order (repeat, or separate by commas)",
     )  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of the run's DIR")
     return parser.parse_args(given)
 
 
@@ -125,6 +126,7 @@ def _run(plan: dict[str, Any], options: argparse.Namespace) -> int:
         record=Path(options.record or options.plan),
         run_dir=Path(options.run_dir or Path("runs", digest[:12])),
         data=tuple(Path(path) for text in options.data for path in text.split(",") if path),
+        resume=options.resume,
     )
     try:
         done = execute(plan, places)

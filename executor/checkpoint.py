@@ -6,6 +6,8 @@
 Nothing is unpickled and nothing is mapped. A file of tensors is written, and read, in one pass that also makes its
 digest, so that it never takes memory of its own: a host table may be larger than what is free. Its header follows from
 the rows in checkpoint.json, which have a digest of their own: no byte of a file is taken on trust.
+
+What a run needs besides its model to go on lies in further files of tensors of the same folder (`executor.resume`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,17 @@ CODES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
+
+
+class _Rows(NamedTuple):
+    """A file of tensors as its row describes it: (name, dtype, shape) of each, the file's bytes and their SHA-256."""
+
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    length: int
+    sha256: str
 
 
 class BadCheckpoint(Exception):
@@ -80,18 +93,25 @@ def save(folder: Path, model: nn.Module, facts: Mapping[str, Json]) -> Path:
     made = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.new")
     made.mkdir()
     try:
-        files = {MODEL: _write_tensors(made / MODEL, tensors)}
-        body = {"format": FORMAT, "format_version": VERSION, **facts, "files": files}
-        with (made / DOCUMENT).open("xb") as file:
-            file.write(render({**body, "digest": _digest(body)}))
-            _settle(file)
-        _sync(made)
-        _replace(made, folder)
+        complete(made, folder, facts, {MODEL: write(made / MODEL, tensors)})
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
-    _sync(folder.parent)
     return folder
+
+
+def complete(made: Path, folder: Path, facts: Mapping[str, Json], files: Mapping[str, Json]) -> None:
+    """Make the folder ``made``, which holds ``files`` (their rows by `write`), the checkpoint in ``folder``.
+
+    Its document comes last and the name at the very end: what has the name is whole. Raises OSError.
+    """
+    body = {"format": FORMAT, "format_version": VERSION, **facts, "files": dict(files)}
+    with (made / DOCUMENT).open("xb") as file:
+        file.write(render({**body, "digest": _digest(body)}))
+        _settle(file)
+    _sync(made)
+    _replace(made, folder)
+    _sync(folder.parent)
 
 
 def no_room_reason(folder: Path, model: nn.Module) -> str | None:
@@ -109,16 +129,33 @@ def load(folder: Path) -> tuple[dict[str, Json], dict[str, Tensor]]:
         BadCheckpoint: it cannot be read, or is not what it claims to be.
     """
     document = read_facts(folder)
-    path, row = folder / MODEL, document["files"].get(MODEL)
-    try:
-        rows = [(item["name"], _DTYPES[item["dtype"]], tuple(map(int, item["shape"]))) for item in row["tensors"]]
-        length, sha256 = int(row["length"]), str(row["sha256"])
-    except (TypeError, KeyError, ValueError, AttributeError):
-        raise BadCheckpoint(f"{folder / DOCUMENT}: /files/{MODEL} does not describe a file of tensors") from None
-    try:
-        return document, _read_tensors(path, rows, length, sha256)
-    except OSError as error:
-        raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from None
+    rows = _rows_of(folder, document, MODEL)
+    # A file that ends early leaves no memory as it was found.
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in _sound(folder / MODEL, rows)}
+    _read(folder / MODEL, rows, tensors)
+    return document, tensors
+
+
+def read_into(folder: Path, document: Mapping[str, Json], file: str, targets: Mapping[str, Tensor]) -> None:
+    """Read ``file`` of the checkpoint with this ``document`` into ``targets``, where they lie: no memory of its own.
+
+    Raises:
+        BadCheckpoint: it has other tensors (nothing is read then), or was changed (``targets`` hold anything then).
+    """
+    rows = _rows_of(folder, document, file)
+    _refuse_unlike(targets, {name: (dtype, shape) for name, dtype, shape in rows.tensors}, str(folder / file))
+    _read(folder / file, rows, targets)
+
+
+def prove(folder: Path, document: Mapping[str, Json], file: str) -> None:
+    """Raise BadCheckpoint where ``file`` of the checkpoint with this ``document`` is not, byte for byte, what was
+    saved."""
+    path, rows = folder / file, _rows_of(folder, document, file)
+    digest = hashlib.sha256()
+    with _opened(path, rows.length) as opened:
+        while data := opened.read(CHUNK_BYTES):
+            digest.update(data)
+    _refuse_changed(path, digest.hexdigest(), rows.sha256)
 
 
 def read_facts(folder: Path) -> dict[str, Json]:
@@ -154,19 +191,24 @@ def put(model: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
         BadCheckpoint: naming the first tensor that does not agree; nothing is copied then.
     """
     wanted = tensors_of(model)
-    lacking, beside = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    if lacking or beside:
-        one = f"it lacks {lacking[0]}" if lacking else f"the model has no {beside[0]}"
-        raise BadCheckpoint(f"{name}: is of another model: {one} ({len(lacking)} lacking, {len(beside)} beside)")
-    for key, own in wanted.items():
-        if (own.shape, own.dtype) != (tensors[key].shape, tensors[key].dtype):
-            raise BadCheckpoint(f"{name}: is of another model: {key} is {_shown(tensors[key])}, not {_shown(own)}")
+    _refuse_unlike(wanted, {key: (item.dtype, tuple(item.shape)) for key, item in tensors.items()}, name)
     for key, own in wanted.items():
         own.copy_(tensors[key])
 
 
-def _shown(tensor: Tensor) -> str:
-    return f"{CODES[tensor.dtype]} {list(tensor.shape)}"
+def _refuse_unlike(wanted: Mapping[str, Tensor], found: Mapping[str, Kind], name: str) -> None:
+    lacking, beside = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if lacking or beside:
+        one = f"it lacks {lacking[0]}" if lacking else f"the model has no {beside[0]}"
+        raise BadCheckpoint(f"{name}: is of another model: {one} ({len(lacking)} lacking, {len(beside)} beside)")
+    for key, tensor in wanted.items():
+        own = (tensor.dtype, tuple(tensor.shape))
+        if own != found[key]:
+            raise BadCheckpoint(f"{name}: is of another model: {key} is {_shown(found[key])}, not {_shown(own)}")
+
+
+def _shown(kind: Kind) -> str:
+    return f"{CODES[kind[0]]} {list(kind[1])}"
 
 
 def _digest(body: Mapping[str, Json]) -> str:
@@ -187,8 +229,11 @@ def _header(rows: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Json]:
-    """Write ``tensors`` to ``path``; gives the file's row. The widest come first: so each lies on its own width."""
+def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Json]:
+    """Write ``tensors`` to ``path``; gives the file's row. The widest come first: so each lies on its own width.
+
+    Raises OSError.
+    """
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     rows = [(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in order]
     header = _header(rows)
@@ -212,34 +257,66 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     return torch.split(flat.view(torch.uint8), CHUNK_BYTES) if len(flat) else ()
 
 
-def _read_tensors(
-    path: Path, rows: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], length: int, sha256: str
-) -> dict[str, Tensor]:
-    """Raises OSError, and BadCheckpoint before anything of a wrong size is allocated."""
-    header = _header(rows)
-    if any(size < 0 for _, _, shape in rows for size in shape) or len({name for name, *_ in rows}) < len(rows):
+def _rows_of(folder: Path, document: Mapping[str, Json], file: str) -> _Rows:
+    row = document["files"].get(file)
+    try:
+        tensors = [(item["name"], _DTYPES[item["dtype"]], tuple(map(int, item["shape"]))) for item in row["tensors"]]
+        return _Rows(tensors, int(row["length"]), str(row["sha256"]))
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise BadCheckpoint(f"{folder / DOCUMENT}: /files/{file} does not describe a file of tensors") from None
+
+
+def _sound(path: Path, rows: _Rows) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """The tensors of ``rows``, before anything is allocated for them: of as many bytes as lie at ``path``."""
+    names = {name for name, *_ in rows.tensors}
+    if len(names) < len(rows.tensors) or any(size < 0 for *_, shape in rows.tensors for size in shape):
         raise BadCheckpoint(f"{path}: its rows in {DOCUMENT} contradict each other")
-    described = len(header) + sum(prod(shape) * dtype.itemsize for _, dtype, shape in rows)
-    with path.open("rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        if not found == length == described:
-            raise BadCheckpoint(f"{path}: has {found} bytes; {length} were saved")
+    described = len(_header(rows.tensors)) + sum(prod(shape) * dtype.itemsize for _, dtype, shape in rows.tensors)
+    with _opened(path, rows.length, described):
+        return rows.tensors
+
+
+@contextmanager
+def _opened(path: Path, *lengths: int) -> Iterator[IO[bytes]]:
+    """The file at ``path``, which must have each of ``lengths``. Raises BadCheckpoint for an OSError in the block."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if any(length != found for length in lengths):
+                raise BadCheckpoint(f"{path}: has {found} bytes; {lengths[0]} were saved")
+            yield file
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from None
+
+
+@torch.no_grad()
+def _read(path: Path, rows: _Rows, targets: Mapping[str, Tensor]) -> None:
+    header = _header(_sound(path, rows))
+    digest = hashlib.sha256(header)
+    with _opened(path, rows.length) as file:
         if file.read(len(header)) != header:
             raise BadCheckpoint(f"{path}: its header is not what {DOCUMENT} describes")
-        digest = hashlib.sha256(header)
-        tensors = {name: _read_one(file, dtype, shape, digest) for name, dtype, shape in rows}
-    if digest.hexdigest() != sha256:
-        raise BadCheckpoint(f"{path}: SHA-256 {digest.hexdigest()[:12]}; {sha256[:12]} was saved: it was changed")
-    return tensors
+        for name, *_ in rows.tensors:
+            _fill(targets[name], file, digest)
+    _refuse_changed(path, digest.hexdigest(), rows.sha256)
 
 
-def _read_one(file: IO[bytes], dtype: torch.dtype, shape: tuple[int, ...], digest: Any) -> Tensor:
-    tensor = torch.zeros(shape, dtype=dtype)  # a file that ends early leaves no memory as it was found
-    for part in _parts(tensor):
-        view = part.numpy().data
+def _refuse_changed(path: Path, found: str, saved: str) -> None:
+    if found != saved:
+        raise BadCheckpoint(f"{path}: SHA-256 {found[:12]}; {saved[:12]} was saved: it was changed")
+
+
+def _fill(tensor: Tensor, file: IO[bytes], digest: Any) -> None:
+    whole = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    for part in _parts(whole):
+        landed = part if part.device.type == "cpu" else torch.zeros(part.shape, dtype=part.dtype)
+        view = landed.numpy().data
         file.readinto(view)  # type: ignore[attr-defined]  # of every file that is opened for bytes
         digest.update(view)
-    return tensor
+        if landed is not part:
+            part.copy_(landed)
+    if whole is not tensor:
+        tensor.copy_(whole)
 
 
 def _replace(made: Path, folder: Path) -> None:

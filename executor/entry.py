@@ -37,10 +37,12 @@ def compose(
     conditions: Mapping[str, Json],
     measured: Mapping[str, Json],
     absent: Mapping[str, Json],
+    resumed: Mapping[str, Json] | None = None,
 ) -> dict[str, Json]:
     """The entry named ``name``, without what chains it to the plan.
 
     ``rows`` are the ranks' facts; toolchain and data are rank 0's. An evaluation that was not finite has no number.
+    ``resumed`` names the run and the step that this one went on from; what is counted is of both.
     """
     scored = [(step, six(bits) if isfinite(bits) else None) for step, bits in progress.evaluations]
     return {
@@ -62,7 +64,7 @@ def compose(
         "conditions": dict(conditions),
         "measured": dict(measured),
         "absent": dict(absent),
-    }
+    } | ({} if resumed is None else {"resumed": dict(resumed)})
 
 
 def keep(plan: Mapping[str, Json], path: Path, run_dir: Path, entry: Mapping[str, Json]) -> str | None:

@@ -35,10 +35,12 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Agreed:
-    """A step's loss as the fleet's token-weighted mean (nats a byte), and the ranks whose own loss was not finite."""
+    """A step's loss as the fleet's token-weighted mean (nats a byte), the ranks whose own loss was not finite, and
+    whether any rank was asked to stop."""
 
     loss: float
     nonfinite: tuple[int, ...]
+    stop: bool
 
 
 class Fleet(Protocol):
@@ -50,7 +52,7 @@ class Fleet(Protocol):
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward: ...
     def weighted(self, loss: Tensor) -> Tensor: ...
-    def announce(self, loss: Tensor) -> Callable[[], Tensor]: ...
+    def announce(self, loss: Tensor, stop: bool) -> Callable[[], Tensor]: ...
     def norm(self, gradients: Sequence[Tensor]) -> Tensor: ...
     def share(self, updates: list[Tensor]) -> list[Tensor]: ...
     def total(self, counts: Tensor) -> Tensor: ...
@@ -74,9 +76,10 @@ class Alone:
     def weighted(self, loss: Tensor) -> Tensor:
         return loss
 
-    def announce(self, loss: Tensor) -> Callable[[], Tensor]:
+    def announce(self, loss: Tensor, stop: bool) -> Callable[[], Tensor]:
         seen = loss.detach().to(torch.float64)
-        return lambda: torch.stack([(~torch.isfinite(seen)).to(torch.float64), seen])
+        asked = torch.full_like(seen, stop)
+        return lambda: torch.stack([asked, (~torch.isfinite(seen)).to(torch.float64), seen])
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         return torch.nn.utils.get_total_norm(gradients)
@@ -144,13 +147,14 @@ class Ranks:
         """The rank's part of the mean over the step's tokens: gradients are summed over ranks."""
         return loss * self.token_weight
 
-    def announce(self, loss: Tensor) -> Callable[[], Tensor]:
+    def announce(self, loss: Tensor, stop: bool) -> Callable[[], Tensor]:
         """Start the one collective of a step's verdict; it travels while backward runs. The function gives it, as
         `agreed` reads it, without waiting for it on the host of a card."""
         seen = loss.detach().to(torch.float64)
         finite = torch.isfinite(seen)
-        vector = torch.zeros(self.size + 1, dtype=torch.float64, device=self._device)
-        vector[self.rank] = (~finite).to(torch.float64)
+        vector = torch.zeros(self.size + 2, dtype=torch.float64, device=self._device)
+        vector[0].fill_(stop)
+        vector[1 + self.rank] = (~finite).to(torch.float64)
         vector[-1] = (seen * self.token_weight).masked_fill_(~finite, 0.0)
         self._enter()
         work = dist.all_reduce(vector, group=self._group, async_op=True)
@@ -237,6 +241,6 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def agreed(verdict: Sequence[float]) -> Agreed:
-    """From a step's verdict: one flag a rank, then the sum of the weighted losses."""
-    nonfinite = tuple(rank for rank, flag in enumerate(verdict[:-1]) if flag)
-    return Agreed(float("nan") if nonfinite else verdict[-1], nonfinite)
+    """From a step's verdict: how many were asked to stop, one flag a rank, then the sum of the weighted losses."""
+    nonfinite = tuple(rank for rank, flag in enumerate(verdict[1:-1]) if flag)
+    return Agreed(float("nan") if nonfinite else verdict[-1], nonfinite, verdict[0] > 0)

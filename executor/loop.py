@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from executor.build import Optimizers
 from executor.data import Reader
-from executor.fleet import Fleet, Forward, agreed
+from executor.fleet import Agreed, Fleet, Forward, agreed
 from executor.meter import Meter
 from executor.models.moe import balanced
 from executor.optim.muon import Muon
@@ -24,8 +24,13 @@ from executor.optim.tables import HostTables
 from executor.precision import compute_in
 from executor.reporter import Reporter
 from executor.slices import DataSlice, WorkSlice
+from executor.stopping import Stopping
 
 Observe = Callable[[int, float, nn.Module], None]
+
+
+class Stopped(Exception):
+    """The run was asked to stop: every rank ends here, after the same step. Exit code 4."""
 
 
 class RunFailed(Exception):
@@ -50,7 +55,8 @@ class Progress:
 
 @dataclass
 class Training:
-    """The parts that the loop drives. ``model`` is the module itself, ``forward`` calls it (through DDP or not)."""
+    """The parts that the loop drives. ``model`` is the module itself, ``forward`` calls it (through DDP or not);
+    ``keep`` keeps a checkpoint, on all ranks together, and gives the line that tells of it (None: none is kept)."""
 
     model: nn.Module
     forward: Forward
@@ -61,6 +67,8 @@ class Training:
     reporter: Reporter
     dtype: str
     device: torch.device
+    stopping: Stopping = field(default_factory=Stopping)
+    keep: Callable[[Progress], str] | None = None
     _ahead: tuple[int, Tensor, Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -102,18 +110,20 @@ class Training:
 def train(
     parts: Training, work: WorkSlice, data: DataSlice, progress: Progress, observe: Observe | None = None
 ) -> None:
-    """Run every step of ``work``, and leave what came of them in ``progress``.
+    """Run every step of ``work`` from where ``progress`` is, and leave in it what came of them.
 
     Args:
         observe: told (step, the fleet's loss, the model) after each step.
 
     Raises:
         RunFailed: on every rank, where a step was not finite (and the plan says stop), or ranks' weights differ.
+        Stopped: on every rank, after the step that was under way when one was asked to stop, and its checkpoint.
     """
-    if parts.optimizers.scaler is not None:
+    if parts.optimizers.scaler is not None and progress.steps == 0:
         parts.reporter.say(f"a rank computes in fp16: losses are scaled, at first by {work.config['loss_scale']:g}")
-    for step in range(work.steps):
-        loss = _step(parts, work, data, step, progress)
+    for step in range(progress.steps, work.steps):
+        found = _step(parts, work, data, step, progress)
+        loss = found.loss
         last = step == work.steps - 1
         every = work.config["fingerprint_every"]
         if parts.fleet.size > 1 and (_due(step, every) or (last and every)):
@@ -123,6 +133,11 @@ def train(
             observe(step, loss, parts.model)
         if last or _due(step, work.config["eval_every"]):
             _evaluate(parts, work, data, step, progress)
+        if not last and (found.stop or _due(step, work.config.get("checkpoint_every", 0))):
+            _keep(parts, progress)
+        if not last and found.stop:
+            parts.stopping.take()
+            raise Stopped
     if progress.skipped == work.steps:
         parts.reporter.say(f"none of the {work.steps} steps was kept: the model is as it was at first")
     if progress.loss_scale is not None:
@@ -134,8 +149,15 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and (step + 1) % every == 0
 
 
-def _step(parts: Training, work: WorkSlice, data: DataSlice, step: int, progress: Progress) -> float:
-    """One step; gives the fleet's loss. Raises RunFailed."""
+def _keep(parts: Training, progress: Progress) -> None:
+    """Keep a checkpoint. Raises RankFailed."""
+    if parts.keep is not None:
+        parts.reporter.say(parts.keep(progress))
+        parts.fleet.wait()  # the next step's exchange is timed from one start
+
+
+def _step(parts: Training, work: WorkSlice, data: DataSlice, step: int, progress: Progress) -> Agreed:
+    """One step; gives what the fleet agreed on of it. Raises RunFailed."""
     meter = parts.meter
     meter.begin(step)
     scale = factor(step, work.steps, work.config["warmup"], work.config["final_lr"])
@@ -151,17 +173,17 @@ def _step(parts: Training, work: WorkSlice, data: DataSlice, step: int, progress
         meter.skipped()
         overflow = scaled and not found.nonfinite
         _skip(parts, work, step, progress, overflow, _not_finite(found.nonfinite, loss_scale if scaled else None))
-        return found.loss
+        return found
     meter.end(parts.fleet.owners_bytes())
     parts.reporter.step(step, work.steps, found.loss, scale, meter.step_seconds(), data.global_tokens)
-    return found.loss
+    return found
 
 
 def launch(parts: Training, work: WorkSlice, data: DataSlice, step: int, scale: float) -> Tensor:
     """All of a step, read nowhere by the host. ``scale`` is the factor on the learning rates.
 
     Returns:
-        [ranks + 3] float64 on the device: the fleet's verdict, the gradient's norm, the loss scale after the step.
+        [ranks + 4] float64 on the device: the fleet's verdict, the gradient's norm, the loss scale after the step.
     """
     fleet, scaler = parts.fleet, parts.optimizers.scaler
     inputs, targets = parts.batch(data, step)
@@ -171,7 +193,7 @@ def launch(parts: Training, work: WorkSlice, data: DataSlice, step: int, scale: 
         loss = parts.forward(inputs, targets)
     if step + 1 < work.steps:
         parts.look_ahead(data, step + 1)
-    verdict = fleet.announce(loss)
+    verdict = fleet.announce(loss, parts.stopping.asked)
     weighted = fleet.weighted(loss)
     torch.autograd.backward(weighted if scaler is None else weighted * scaler.scale)
     parts.meter.backward_done()
@@ -179,7 +201,7 @@ def launch(parts: Training, work: WorkSlice, data: DataSlice, step: int, scale: 
     norm = fleet.norm(gradients)
     if scaler is not None:
         norm = norm / scaler.scale
-    finite = (told[:-1] == 0).all()
+    finite = (told[1:-1] == 0).all()
     keep = finite & torch.isfinite(norm)
     _shrink(gradients, norm, work.config["clip"], None if scaler is None else scaler.scale)
     _update(parts, work, scale, keep)

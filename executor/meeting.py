@@ -36,18 +36,21 @@ class Meeting:
         self._round = 0
         self._waited: float | None = None
 
-    def gather(self, value: Json, seconds: float = SETUP_SECONDS) -> list[Json]:
+    def gather(
+        self, value: Json, seconds: float = SETUP_SECONDS, over: Callable[[], bool] = lambda: False
+    ) -> list[Json]:
         """Every rank's ``value``, in order of ranks, on every rank. All ranks call it in the same order.
 
         Raises:
-            RankFailed: a rank left its cause of failure meanwhile, or did not come within ``seconds``.
+            RankFailed: a rank left its cause of failure meanwhile, or did not come within ``seconds`` or before the
+                waiting was ``over``.
         """
         if self._store is None:
             return [value]
         self._round += 1
         self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
         keys = [f"{self._round}/{rank}" for rank in range(self.size)]
-        self._await(lambda: self._missing(keys), seconds)
+        self._await(lambda: self._missing(keys), seconds, over)
         return [json.loads(self._store.get(key)) for key in keys]
 
     def leave(self, seconds: float = 10.0) -> None:
@@ -88,6 +91,10 @@ class Meeting:
         if silent:
             return f"rank {', '.join(map(str, silent))}: {silence}" if seconds else None
         return self._late()
+
+    def anyone_ended(self) -> bool:
+        """Whether another rank left word of its end."""
+        return bool(self._failures() or self._words())
 
     def speaks(self, seconds: float) -> bool:
         """Whether this rank is the one that records the end and tells it: the lowest of those that left word.
@@ -162,13 +169,14 @@ class Meeting:
     def _missing(self, keys: list[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self._has(key)]
 
-    def _await(self, missing: Callable[[], list[int]], seconds: float) -> None:
+    def _await(self, missing: Callable[[], list[int]], seconds: float, over: Callable[[], bool]) -> None:
         start, pause = time.monotonic(), _POLL_SECONDS
         while late := missing():
             for rank, cause in self._failures().items():
                 raise RankFailed(f"rank {rank}: {cause}")
-            if time.monotonic() - start > seconds:
-                raise RankFailed(f"rank {late[0]}: did not come to the meeting within {seconds:.0f} s")
+            waited = time.monotonic() - start
+            if waited > seconds or over():
+                raise RankFailed(f"rank {late[0]}: did not come to the meeting within {waited:.0f} s")
             time.sleep(pause)
             pause = min(_LONGEST_POLL_SECONDS, pause * 1.2)
 

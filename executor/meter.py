@@ -47,18 +47,21 @@ class Meter:
 
     compute: from the step's start to the launch of its last bucket, or to the end of backward where nothing is
     exchanged. exchange: from there to the end of backward, waiting for slower ranks included. owners: the sending of
-    owners' updates. optimizer: the rest (norm, clipping, updates, their application).
+    owners' updates. optimizer: the rest (norm, clipping, updates, their application). A run that goes on from step
+    ``start`` warms up anew: ``first`` of its own steps are outside the window.
     """
 
-    def __init__(self, clock: Clock, probe: Probe, first: int, exchanged: Callable[[], Exchanged | None]) -> None:
+    def __init__(
+        self, clock: Clock, probe: Probe, first: int, exchanged: Callable[[], Exchanged | None], start: int = 0
+    ) -> None:
         self.clock, self.probe, self.samples = clock, probe, Samples()
-        self._first, self._exchanged = first, exchanged
+        self._first, self._exchanged, self._start = first, exchanged, start
         self._moments: list[Moment] = []
         self._step = 0
 
     def begin(self, step: int) -> None:
-        self._step = step
-        self.probe.begin(step)
+        self._step = step - self._start
+        self.probe.begin(self._step)
         self._moments = [self.clock.now()]
 
     def backward_done(self) -> None:

@@ -15,20 +15,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from executor import build, checkpoint, conditions, early, honour, measured, smoke
+from executor import build, checkpoint, conditions, early, honour, measured, resume, smoke
 from executor.account import source_digest
 from executor.clock import Clock
 from executor.entry import compose, identity, keep, now
 from executor.files import DataChanged
 from executor.fleet import Alone, Fleet, Forward, Ranks, abandon, fingerprint
 from executor.launch import Terminated
-from executor.loop import Observe, Progress, RunFailed, Training, train
+from executor.loop import Observe, Progress, RunFailed, Stopped, Training, train
 from executor.meeting import RankFailed, meet
 from executor.meter import Meter
 from executor.models.presets import TINY
 from executor.peaks import pressure, probe, storage_bytes
 from executor.reporter import Mute, Reporter, Teller
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
+from executor.stopping import Stopping
 from planner.door import BadWorkload
 from planner.refusals.rules import Refused
 from schemas.form import Json, Unfaithful
@@ -42,11 +43,13 @@ _GATHER_SECONDS = 20.0  # ranks that left the loop together come within a moment
 
 @dataclass(frozen=True)
 class Places:
-    """Where a run records (None: nowhere), puts its metrics, and finds the plan's data. Never what it does."""
+    """Where a run records (None: nowhere), puts its metrics and checkpoints (or with ``resume`` goes on from those),
+    and finds the plan's data. Never what it does."""
 
     record: Path | None
     run_dir: Path
     data: tuple[Path, ...] = ()
+    resume: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,14 @@ class _Run:
         self.ran: dict[str, Json] = {}
         self.meter: Meter | None = None
         self.meeting, self.store = meet(rank, self.rank.size)
+        self.stopping = Stopping(self.meeting.anyone_ended)
+        self.keeper: resume.Keeper | None = None
 
     def run(self) -> Outcome:
+        with self.stopping.listening():
+            return self._run()
+
+    def _run(self) -> Outcome:
         outcome, reason, agreed = "finished", None, True
         try:
             self._honour()
@@ -120,6 +129,9 @@ class _Run:
         except RunFailed as error:
             with _undisturbed():
                 outcome, reason, agreed = "failed", str(error), self._closed()
+        except Stopped:
+            with _undisturbed():
+                outcome, reason, agreed = "stopped", self._halted(self.stopping.name or "a signal"), self._closed()
         except (KeyboardInterrupt, Terminated) as stop:
             with _undisturbed():
                 outcome, reason, agreed = self._stopped(stop)
@@ -131,7 +143,9 @@ class _Run:
     def _honour(self) -> None:
         """Gather facts, judge, build, smoke, judge. No process group yet: it comes when the plan is honoured."""
         row = honour.own_facts(self.plan["seal"]["digest"], self.rank, self._open)
-        self.rows = honour.agree(self.plan, self.meeting, {**row, "run": self.name}, self._unrecordable())
+        found = resume.newest(self.places.run_dir) if self.places.resume and self.rank.rank == 0 else None
+        mine = {**row, "run": self.name, "resume": found}
+        self.rows = honour.agree(self.plan, self.meeting, mine, self._unrecordable())
         self.name = self.rows[0]["run"]  # one name, whichever rank records it
         self.ran = self._smoke()
         honour.agree_on_smoke(self.plan, self.meeting, self.ran)
@@ -183,18 +197,42 @@ class _Run:
         if self.rank.size > 1:
             smoke.build_buckets(forward, self.model, *self._first_batch(), self.rank.dtype)
             self._check_reduced()
-        watch = probe(self.rank.kind, self.work.steps, self._alive)
-        first = self.work.config["warmup_steps_unmeasured"]
-        self.meter = Meter(self.clock, watch, first, self.fleet.exchanged)
         if self.rank.rank == 0:
             self.reporter = Teller(self.places.run_dir, self.work.config["log_every"], self.name, self.start)
+        self.keeper = self._go_on()
+        done = self.progress.steps
+        watch = probe(self.rank.kind, self.work.steps - done, self._alive)
+        first = self.work.config["warmup_steps_unmeasured"]
+        self.meter = Meter(self.clock, watch, first, self.fleet.exchanged, done)
         parts = Training(
             self.model, forward, self.optimizers, self.fleet, self.reader, self.meter, self.reporter,
-            self.rank.dtype, self.device,
+            self.rank.dtype, self.device, self.stopping, self.keeper.save,
         )  # fmt: skip
         self.fleet.wait()
-        train(parts, self.work, self.data, self.progress, self.observe)
+        with self.stopping.training():
+            train(parts, self.work, self.data, self.progress, self.observe)
         self.fleet.close()
+
+    def _go_on(self) -> resume.Keeper:
+        """From the checkpoint that rank 0 chose, where one was asked for; gives what keeps those to come."""
+        found = self.rows[0]["resume"]
+        chosen = None if found is None else found["chosen"]
+        line, steps = (self.name, None) if chosen is None else (chosen["line"], chosen["steps"])
+        keeper = resume.Keeper(
+            self.places.run_dir, line, self.work.config.get("keep_checkpoints", 2), self.rank.rank, self.meeting,
+            self.stopping, self.model, self.optimizers, self.device, {**self._facts(), "ranks": self.rank.size}, steps,
+        )  # fmt: skip
+        if chosen is None:
+            lying = resume.lying(self.places.run_dir) if self.rank.rank == 0 else None
+            if lying is not None:
+                self.reporter.say(f"starting anew; --resume would go on from {lying}")
+            return keeper
+        folder = self.places.run_dir / resume.FOLDER / chosen["name"]
+        for passed in found["passed"]:
+            self.reporter.say(f"passing over a checkpoint that is not whole: {passed}")
+        self.reporter.say(f"going on after step {chosen['steps']} from {folder}")
+        self.progress = resume.restore(folder, self.rank.rank, self.model, self.optimizers, self.device)
+        return keeper
 
     def _fleet(self) -> Fleet:
         if self.rank.size == 1:
@@ -226,8 +264,13 @@ class _Run:
         culprit = self.meeting.culprit(_CULPRIT_SECONDS)
         if culprit is not None:
             return "failed", culprit, False
-        name = "SIGTERM" if isinstance(stop, Terminated) else "SIGINT"
-        return "stopped", f"{name} after {self.progress.steps} steps", False
+        return "stopped", self._halted("SIGTERM" if isinstance(stop, Terminated) else "SIGINT"), False
+
+    def _halted(self, name: str) -> str:
+        """Why and where the run stopped, and from where it can go on."""
+        kept = None if self.keeper is None else self.keeper.newest
+        on = "" if kept is None else f"; --resume goes on after step {kept}"
+        return f"{name} after {self.progress.steps} steps{on}"
 
     def _cause(self, error: BaseException) -> str:
         """The rank and cause of a failure: of the rank that failed first, where this one only lost its connection."""
@@ -276,14 +319,15 @@ class _Run:
             mine = self._measured()
             gathered = self._gathered(mine) if agreed else None
             lost = self._keep_model() if outcome == "finished" and self._keeps_model() else None
+            unsaved = None if self.keeper is None else self.keeper.fault
             self.reporter.close()
             speaks = self.rank.rank == 0 if gathered is not None else self.meeting.speaks(_CULPRIT_SECONDS)
-            entry, notice = None, lost
+            entry, notice = None, "; it ".join(filter(None, (unsaved, lost))) or None
             if speaks:
                 entry = self._entry(outcome, reason, {self.rank.rank: mine} if gathered is None else gathered)
                 if self.places.record is not None:
                     unkept = keep(self.plan, self.places.record, self.places.run_dir, entry)
-                    notice = "; it ".join(filter(None, (lost, unkept))) or None
+                    notice = "; it ".join(filter(None, (notice, unkept))) or None
             model = getattr(self, "model", nn.Module())
             return Outcome(outcome, reason, gathered is not None, speaks, model, entry, notice)
 
@@ -294,11 +338,19 @@ class _Run:
     def _keep_model(self) -> str | None:
         """Leave the trained model in the run's folder; why it could not be, where it could not."""
         folder = self.places.run_dir / "final"
-        facts: dict[str, Json] = {
+        try:
+            checkpoint.save(folder, self.model, {**self._facts(), "steps": self.progress.steps})
+        except Exception as error:  # told with the outcome: whatever it is, the run must still be recorded
+            return f"left no model in {folder} ({type(error).__name__}: {error})"
+        self.reporter.say(f"the model is in {folder}")
+        return None
+
+    def _facts(self) -> dict[str, Json]:
+        """What a checkpoint says of its model, its plan and its run."""
+        return {
             "model": self.work.model,
             "opt": self.work.opt,
             "seed": self.work.seed,
-            "steps": self.progress.steps,
             "config": dict(self.work.config),
             "kernels": dict(self.rank.kernels),
             "dtype": self.rank.dtype,
@@ -306,12 +358,6 @@ class _Run:
             "id": self.name,
             "data": self.rows[0]["data"],
         }
-        try:
-            checkpoint.save(folder, self.model, facts)
-        except Exception as error:  # told with the outcome: whatever it is, the run must still be recorded
-            return f"left no model in {folder} ({type(error).__name__}: {error})"
-        self.reporter.say(f"the model is in {folder}")
-        return None
 
     def _gathered(self, mine: Json) -> dict[int, Json] | None:
         """What each rank measured; None where a rank is gone that had agreed on the end."""
@@ -331,7 +377,12 @@ class _Run:
             self.name, self.start, outcome, reason, self.progress,
             fingerprint(self.model) if outcome == "finished" else None,
             self.rows, self._source(), conditions.seen(self.rank.kind, self.rank.device) | pressed, *lines,
+            self._resumed(),
         )  # fmt: skip
+
+    def _resumed(self) -> dict[str, Json] | None:
+        found = self.rows[0]["resume"] if self.rows else None
+        return None if found is None else {key: found["chosen"][key] for key in ("id", "steps")}
 
     def _measured(self) -> dict[str, Json] | None:
         if self.meter is None:

@@ -45,6 +45,8 @@ RUNTIME: tuple[Key, ...] = (
     Key("eval_windows", "int", 16, "held-out windows an evaluation reads", 1, 10**6),
     Key("log_every", "int", 10, "steps between log lines", 1, 10**9),
     Key("keep_model", "choice", "final", "what a finished run leaves of its model", choices=("final", "none")),
+    Key("checkpoint_every", "int", 0, "steps between checkpoints; 0 is only where it is stopped", 0, 10**9),
+    Key("keep_checkpoints", "int", 2, "newest checkpoints that are kept", 1, 10**6),
     Key("warmup_steps_unmeasured", "int", 2, "first steps outside the measuring window", 0, 10**6),
 )
 

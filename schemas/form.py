@@ -35,7 +35,7 @@ _ORDER = (
     "gain_over_even", "gain_over_best", "verdict", "asked", "option", "chosen", "predicted", "value", "low",
     "high", "unit", "outcome", "basis", "weakest", "statistic", "samples", "spread", "instrument", "readings",
     "decisions", "fallbacks", "counts", "final_loss", "bits_per_byte", "evaluations", "fingerprint",
-    "fingerprints_compared", "skipped_steps", "conditions", "measured", "absent", "inputs", "measurable",
+    "fingerprints_compared", "skipped_steps", "resumed", "conditions", "measured", "absent", "inputs", "measurable",
     "rejected", "saves_bytes", "costs_seconds", "why", "source", "previous", "digest", "seal", "locator", "runs",
 )
 # fmt: on

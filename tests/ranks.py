@@ -9,6 +9,7 @@ import atexit
 import io
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
@@ -82,6 +83,8 @@ def _train(
     fault: str | None = None,
     plain_products_on: int | None = None,
     poison: tuple[int, int] | None = None,
+    stop: tuple[int, int] | None = None,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Train, and give what this rank saw.
 
@@ -89,6 +92,8 @@ def _train(
         fault: the planted fault of this name.
         plain_products_on: the rank that computes without mkldnn.
         poison: (rank, step) whose loss becomes NaN.
+        stop: (rank, step) after which the rank gets SIGTERM.
+        resume: go on from the newest whole checkpoint in ``run_dir``.
     """
     import torch
 
@@ -100,11 +105,19 @@ def _train(
     from planner.refusals.rules import Refused
 
     watch = Poison(poison[1]) if poison is not None and poison[0] == rank else Watch()
+
+    def observe(step: int, loss: float, model: Any) -> None:
+        if stop == (rank, step):
+            os.kill(os.getpid(), signal.SIGTERM)
+        watch(step, loss, model)
+
     undo = faults.plant(fault) if fault else []
     products = torch.backends.mkldnn.flags(enabled=False) if rank == plain_products_on else nullcontext()
     try:
         with products:
-            done = execute(plan, Places(None, Path(run_dir), (Path(data),)), observe=watch)
+            done = execute(
+                plan, Places(None, Path(run_dir), (Path(data),), resume), observe=watch if stop is None else observe
+            )
         end = {"outcome": done.outcome, "reason": done.reason, "entry": done.entry}
     except Refused as error:
         end = {"outcome": "refused", "reason": error.text(), "entry": None}

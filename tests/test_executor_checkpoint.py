@@ -118,7 +118,7 @@ def test_a_new_checkpoint_replaces_the_old_one_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["final"] and not (tmp_path / "final" / "more").exists()
 
 
-@pytest.mark.parametrize("place", ["_write_tensors", "_replace"])
+@pytest.mark.parametrize("place", ["write", "_replace"])
 def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(
     saved: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +251,7 @@ def test_a_run_whose_model_cannot_be_kept_is_recorded_and_says_so(
 
     data = plans.corpus(tmp_path)
     plan = plans.plan(data)
-    monkeypatch.setattr(checkpoint, "_write_tensors", full)
+    monkeypatch.setattr(checkpoint, "write", full)
     done = execute(plan, Places(tmp_path / "plan.json", tmp_path / "run", (data,)))
     assert done.outcome == "finished"
     assert done.notice == f"left no model in {tmp_path}/run/final (OSError: [Errno 28] No space left on device)"

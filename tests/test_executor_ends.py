@@ -73,7 +73,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
 def said(stderr: str) -> list[str]:
     """Dormouse's lines after those of the steps, and whatever is no line of Dormouse."""
-    passed_by = ("step", "starting", "the plan's", "the model is in")
+    passed_by = ("step", "starting", "the plan's", "the model is in", "a checkpoint of step")
     lines = [line for line in stderr.splitlines() if "CPUAllocator" not in line]
     return [line for line in lines if not line.startswith(tuple(f"dormouse: {words}" for words in passed_by))]
 
@@ -116,7 +116,10 @@ def test_a_run_that_is_stopped_says_so_and_no_more(
     rest = process.communicate(timeout=60)[1]
     (run,) = load(path)["runs"]
     assert (process.returncode, run["outcome"]) == (4, "stopped"), before + rest
-    assert said(rest) == [f"dormouse: stopped: {number.name} after {run['steps']} steps"]
+    on = f"after {run['steps']} steps; --resume goes on after step {run['steps']}"
+    assert said(rest) == [f"dormouse: stopped: {number.name} {on}"]
+    (kept,) = tmp_path.glob("runs/*/checkpoints/*")
+    assert kept.name == f"{run['id']}-{run['steps']:010}"
 
 
 def test_ranks_that_are_stopped_before_they_met_are_told_of_in_one_line(

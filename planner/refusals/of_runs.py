@@ -210,6 +210,40 @@ def record_unwritable(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         )
 
 
+def _resume(facts: Facts) -> Json:
+    """What rank 0 found to go on from, where that was asked for."""
+    return facts["ranks"][0].get("resume") if facts["ranks"] else None
+
+
+def nothing_to_resume(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    resume = _resume(facts)
+    if resume is not None and resume["chosen"] is None:
+        yield Refusal(
+            "nothing-to-resume",
+            f"--resume from the newest whole checkpoint in {resume['at']}",
+            "; ".join(resume["passed"]) or "no checkpoint there",
+            "what is not whole cannot be gone on from, and a run from the start is not what was asked for",
+            "start anew without --resume, or name the folder of the run that was stopped: --run-dir DIR",
+        )
+
+
+def resume_other_plan(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    resume = _resume(facts)
+    chosen = None if resume is None else resume["chosen"]
+    if chosen is not None and chosen["plan"] != plan["seal"]["digest"]:
+        yield Refusal(
+            "resume-other-plan",
+            f"--resume of the plan with seal {plan['seal']['digest'][:12]}, of {_ranks(world_of(plan))}",
+            f"{chosen['name']} in {resume['at']} is of seal {chosen['plan'][:12]}, of {_ranks(chosen['ranks'])}",
+            "its state is of other work or of another split, and what came of it would be neither plan's",
+            "give the plan that it was saved under, or the folder of this plan's run: --run-dir DIR",
+        )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count != 1 else ''}"
+
+
 def smoke_failed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     for row in facts["smoke"]:
         asked = f"one discarded forward and backward on rank {row['rank']}"

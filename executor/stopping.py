@@ -1,0 +1,77 @@
+"""Ctrl-C and SIGTERM in a run. While it trains, the first is a wish: the ranks agree on a step, save, and leave. A
+second one, and any at another time, leaves at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from executor.launch import Terminated
+
+ECHO_SECONDS = 1.0
+"""torchrun passes on to its ranks the Ctrl-C that the terminal has sent to them already: both are one."""
+GRACE_SECONDS = 15.0
+"""What a rank that is asked to stop waits for others while it saves: torchrun, which asks those that are left when one
+is gone, kills them after 30."""
+
+
+class Stopping:
+    """What signals asked of this rank. ``failing`` says whether another rank has ended: then a signal is torchrun's,
+    which ends those that are left."""
+
+    def __init__(self, failing: Callable[[], bool] = lambda: False) -> None:
+        self.name: str | None = None
+        self._failing = failing
+        self._training = self._ended = False
+        self._heard = 0.0
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run is to stop after a step."""
+        return self.name is not None
+
+    def overdue(self) -> bool:
+        """Whether it was asked so long ago that the others can no longer be waited for."""
+        return self.asked and time.monotonic() - self._heard > GRACE_SECONDS
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear signals here, where this thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """In the block a first signal waits for the end of a step."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+
+    def take(self) -> None:
+        """The run stops now: no signal disturbs it any more."""
+        self._ended = True
+
+    def _hear(self, number: int, _: Any) -> None:
+        if self._ended:
+            return
+        echoed = self.asked and time.monotonic() - self._heard < ECHO_SECONDS
+        if self._training and not self._failing() and (echoed or not self.asked):
+            if not echoed:
+                self.name, self._heard = signal.Signals(number).name, time.monotonic()
+            return
+        self._ended = True  # once: what follows is the recording
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
