@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from executor import launch, voice
+from executor.gates import Lost
 from planner.origin import Shadowed, check
 from schemas.form import Json
 
@@ -57,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _leave(_said(str(error), USAGE))
     except _Ended as end:
         return _leave(_said(str(end), end.code))
-    except KeyboardInterrupt:
-        return _leave(_said("stopped: SIGINT", FAILED))
+    except (KeyboardInterrupt, launch.Terminated) as stop:
+        name = "SIGTERM" if isinstance(stop, launch.Terminated) else "SIGINT"
+        return _leave(_said(f"stopped: {name}", FAILED))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,6 +116,8 @@ def _start(asked: Asked, given: Sequence[str]) -> int:
 
 def _rank(asked: Asked, options: argparse.Namespace) -> int:
     """This rank's part. Every rank comes to the same code, or to the same _Ended."""
+    # A run's store lives in its first rank: where that one dies, torch warns by a page at each look into it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.distributed_c10d import PrefixStore
 
     from executor.meeting import Meeting, RankFailed, meet
@@ -124,11 +129,13 @@ def _rank(asked: Asked, options: argparse.Namespace) -> int:
     meeting = Meeting(rank, world, PrefixStore("gate", store))
     # Each run of the gate has a store of its own, which its first rank holds.
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    _listen()
     try:
         code = _gate(asked, options, meeting)
-    except RankFailed as error:
+    except (RankFailed, Lost) as error:
         meeting.end()
-        return _told(f"failed: {error}", FAILED) if meeting.speaks(_WORD_SECONDS) else FAILED
+        message = str(error) if isinstance(error, Lost) else f"failed: {error}"
+        return _told(message, FAILED) if meeting.speaks(_WORD_SECONDS) else FAILED
     except _Ended:
         meeting.leave()
         raise
@@ -139,6 +146,18 @@ def _rank(asked: Asked, options: argparse.Namespace) -> int:
         return _told(f"failed: rank {rank}: {cause}", FAILED)
     meeting.leave()
     return code
+
+
+def _listen() -> None:
+    """SIGTERM, which torchrun sends to the ranks left over when one is gone, ends a run as Ctrl-C does: told."""
+
+    def end(number: int, _: Any) -> NoReturn:
+        for other in (signal.SIGINT, signal.SIGTERM):  # once: what follows is the telling
+            signal.signal(other, lambda *_: None)
+        raise launch.Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
 
 
 def _gate(asked: Asked, options: argparse.Namespace, meeting: Meeting) -> int:

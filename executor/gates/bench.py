@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from executor.fleet import abandon
+from executor.gates import Lost
 from executor.gates.compare import Watch
 from executor.honour import BadRank
 from executor.meeting import Meeting
-from executor.run import Outcome, Places, execute
+from executor.run import Places, execute
 from planner.refusals.rules import Refused
 from schemas.form import Json
 
@@ -85,7 +86,10 @@ class Bench:
         self._folder, self.text = folder, text
 
     def together(self, plan: Mapping[str, Json], watch: Watch | None = None, *, plain_products: bool = False) -> Run:
-        """``plan`` on every rank; each may have a watch of its own, or compute its products by other CPU kernels."""
+        """``plan`` on every rank; each may have a watch of its own, or compute its products by other CPU kernels.
+
+        Raises Lost.
+        """
         (port, *_) = self.meeting.gather(_free_port())
         found = self._execute(plan, self.rank, self.size, port, watch or Watch(), plain_products)
         found.rows = self.meeting.gather(found.row())
@@ -111,7 +115,9 @@ class Bench:
         try:
             with (self._folder / f"rank-{rank}.log").open("a") as log, redirect_stderr(log), products:
                 done = execute(plan, places, observe=watch)
-            return _ended(watch, done)
+            if not done.agreed:  # who would be waited for may be gone
+                raise Lost(f"{done.outcome}: {done.reason}")
+            return Run(watch, done.outcome, done.reason, entry=done.entry)
         except Refused as error:
             return Run(watch, "refused", error.text(), tuple(item.code for item in error.refusals))
         except BadRank as error:
@@ -122,16 +128,8 @@ class Bench:
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def _ended(watch: Watch, done: Outcome) -> Run:
-    return Run(watch, done.outcome, done.reason, entry=done.entry)
-
-
 def _free_port() -> int:
     """A port that is free now; every run gets one of its own, since a store keeps what a run before left in it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def finished(runs: Sequence[Run | None]) -> bool:
-    return all(run is not None and run.ended is None for run in runs)
