@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from fractions import Fraction
 from importlib import import_module
-from itertools import combinations, product
+from itertools import combinations, product, takewhile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -293,17 +293,27 @@ def variants(rows: Mapping[str, MechanismRow], kind: str) -> list[tuple[str, ...
     return [chosen for chosen in sets if not any(set(rows[name].get("excludes", ())) & set(chosen) for name in chosen)]
 
 
+Course = list[tuple[int, int]]
+
+
 class Measured(NamedTuple):
-    """What came of one forward and backward: counts, and of backward's course the bytes beyond those saved, what an
-    opaque operator took within itself included, and that part alone."""
+    """What came of one forward and backward: counts; after each operator of both the bytes alive, what an opaque one
+    took within itself included, and that part alone; how many operators forward has; and the bytes of weights that
+    autocast holds to its end beside those saved."""
 
     counts: Counts
-    course: list[tuple[int, int]]
+    course: Course
+    turn: int
+    cast: int
+
+    def saved(self) -> int:
+        """Bytes kept for backward."""
+        return sum(count for name, count in self.counts.items() if name.startswith(SAVED))
 
 
 AtPoints = dict[tuple[int, int], Measured]
 Case = tuple[str, str]  # kind of device, dtype
-Forms = dict[str, Any]  # of a count its form; of "saved" a form for each part; of "beyond" a list of lines
+Forms = dict[str, Any]  # of a count its form; of "saved" a form for each part; of "beyond" and "first" lines
 Compute = dict[str, dict[str, dict[str, dict[str, Forms]]]]
 
 
@@ -375,7 +385,7 @@ class Counting:
         with phantoms(kind):
             found = {point: measure(model, *point, dtype) for point in (at if terms is None else (*at[:2], at[3]))}
         if terms is not None:
-            found[at[2]] = Measured(_fourth(found, at, terms), [])
+            found[at[2]] = Measured(_fourth(found, at, terms), [], 0, 0)
         return found
 
 
@@ -427,8 +437,31 @@ def _forms(workload: Workload, chosen: Mapping[str, Value], by_depth: Mapping[in
             found["saved"][name.removeprefix(SAVED)] = bilinear(at)
         elif name in COUNTS or any(at.values()):
             found[name] = bilinear(at)
-    found["beyond"] = envelope(*((b * t, at_last[b, t].course) for b, t in points(workload)[1::2]))
+    ends = points(workload)[1::2]
+    tokens = [b * t for b, t in ends]
+    shallow, deep = ([at[point] for point in ends] for at in (at_first, at_last))
+    grown = (depth - last) * (deep[1].cast - shallow[1].cast)
+    left_out = _shared(shallow[1], deep[1]) if last > first else 0
+    found["beyond"] = envelope(*zip(tokens, (_beyond(item, left_out, grown) for item in deep), strict=True))
+    if last > first:
+        found["first"] = envelope(*zip(tokens, (item.course for item in shallow), strict=True))
     return found
+
+
+def _shared(one: Measured, more: Measured) -> int:
+    """How many operators at their end two depths have in common: the first layer's backward. However many layers there
+    are above it, they hold nothing any more by then."""
+    pairs = zip(reversed(one.course[one.turn :]), reversed(more.course[more.turn :]), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _beyond(item: Measured, left_out: int, grown: int) -> Course:
+    """A course beyond what is saved, without so many operators at its end. In forward weights that autocast casts once
+    are held to the end, those of further layers too: ``grown``."""
+    saved, course = item.saved(), item.course[: len(item.course) - left_out]
+    return [
+        (alive - saved + (grown if place < item.turn else 0), inside) for place, (alive, inside) in enumerate(course)
+    ]
 
 
 def _below(workload: Workload, chosen: Mapping[str, Value], depth: int) -> int:
@@ -437,11 +470,8 @@ def _below(workload: Workload, chosen: Mapping[str, Value], depth: int) -> int:
     return max(named, default=depth)
 
 
-Course = list[tuple[int, int]]
-
-
 def envelope(few: tuple[int, Course], many: tuple[int, Course]) -> list[dict[str, int | float]]:
-    """The bytes that backward takes beyond those saved, as lines one + bt B T whose highest counts.
+    """The bytes alive in a course (or beyond those saved), as lines one + bt B T whose highest counts.
 
     Backward is a course of operators, the same at two numbers of tokens, and what is alive after each is such a line:
     so are the highest of all of them, of which a few are highest somewhere. ``inside``: bytes a token that an opaque
@@ -504,14 +534,15 @@ def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Measured:
     with followed(model) as place, Tally(known, tables, place) as tally:
         with autocast:
             loss = model(inputs, targets)
+            held = tally.live
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise TypeError(f"forward(inputs, targets) gives {found}; it must give the mean cross-entropy, a scalar")
-        saved, parts = tally.live, tally.saved()
+        saved, parts, turn = tally.live, tally.saved(), len(tally.course)
         torch.autograd.backward(loss)
     counts = {name: getattr(tally, name) for name in (*COUNTS, *OF_TABLES)}
     counts |= {"beyond": tally.peak - saved, **{f"{SAVED}{part}": n for part, n in parts.items()}}
-    return Measured(counts, [(alive - saved, inside) for alive, inside in tally.course])
+    return Measured(counts, tally.course, turn, held - saved)
 
 
 class _StandIn(ModuleType):

@@ -90,7 +90,7 @@ class Tally(TorchDispatchMode):
     and beside it no sum of tokens would be seen. ``place``: tells what part of a model runs.
 
     Attributes: flops (matrix products only), bytes (read and written), launches (operators that are no views), live and
-    peak (bytes alive now, and the most so far), course (after each operator, the bytes alive, what an opaque one took
+    peak (bytes alive now, and the most so far), course (after each operator the bytes alive, what an opaque one took
     within itself included, and that part alone), host (the most bytes that were alive in host memory), link (bytes
     moved to host memory and back), tables_bytes (read and written of tables' gradients), tables_peak (the most bytes
     alive beside one).

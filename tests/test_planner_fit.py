@@ -140,7 +140,7 @@ def test_components_sum_to_the_peaks_and_parts_to_their_component(
 def test_a_refusal_names_every_component_with_its_parts_and_a_policy_that_would_do() -> None:
     work = account("b1")
     for by_variant in [v for by_dtype in work["compute"]["cuda"].values() for v in by_dtype.values()]:
-        for part in ("saved", "beyond"):  # moe_offload comes first and, with it, act_ckpt saves nothing
+        for part in ("saved", "beyond", "first"):  # moe_offload comes first and, with it, act_ckpt saves nothing
             for name in ("moe_offload", "moe_offload+act_ckpt", "recompute"):
                 by_variant[name][part] = by_variant["plain"][part]
     rank, sets = _facts(work)

@@ -69,7 +69,7 @@ def test_recomputation_takes_the_place_of_what_it_excludes_where_that_leaves_les
     for by_dtype in work["compute"]["cuda"].values():
         for by_variant in by_dtype.values():
             for name in ("moe_offload", "act_ckpt", "moe_offload+act_ckpt"):
-                by_variant[name] |= {key: by_variant["plain"][key] for key in ("saved", "beyond")}
+                by_variant[name] |= {key: by_variant["plain"][key] for key in ("saved", "beyond", "first")}
     found = seal(catalogue.record_body("rtx-3060-12gb"))
     made = compile_plan(request(fit=[12 * GIGA], fit_policy="in-order"), found, work)
     assert set(engaged(made)) == {"engram_ram", "muon_state_bf16", "optim_8bit", "recompute"}

@@ -214,8 +214,8 @@ class Rank:
         a table's gradient and those beside it."""
         forms, granule, tables = self.variant(mechanisms), self.account["granule"], self._tables(mechanisms)
         found = {part: polynomial(form, b, t, granule) for part, form in forms["saved"].items()}
-        tokens = b * -(-t // granule) * granule
-        beyond, inside = max((line["one"] + line["bt"] * tokens, line["inside"] * tokens) for line in forms["beyond"])
+        tokens, saved = b * -(-t // granule) * granule, sum(found.values())
+        beyond, inside = max(_highest(forms["beyond"], tokens), _highest(forms.get("first", ()), tokens, saved))
         found |= {KERNELS: inside, BACKWARD: beyond - inside}
         if tables and "tables_peak" in forms:
             beside = {"beside_a_table": polynomial(forms["tables_peak"], b, t, granule)}
@@ -263,6 +263,12 @@ def peaks(components: Mapping[str, float]) -> tuple[float, float]:
     return state + components["activations"] + components["buckets"], state + components["update"] + components[
         "buckets"
     ]
+
+
+def _highest(lines: Sequence[Mapping[str, float]], tokens: int, less: float = 0.0) -> tuple[float, float]:
+    """(bytes, of them those within a kernel) of the highest of an account's lines, less so many bytes."""
+    found = ((line["one"] + line["bt"] * tokens - less, line["inside"] * tokens) for line in lines)
+    return max(found, default=(0.0, 0.0))
 
 
 def shape_name(matrix: Mapping[str, Json]) -> str:
