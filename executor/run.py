@@ -320,6 +320,8 @@ class _Run:
             gathered = self._gathered(mine) if agreed else None
             lost = self._keep_model() if outcome == "finished" and self._keeps_model() else None
             unsaved = None if self.keeper is None else self.keeper.fault
+            if outcome == "failed" and self.keeper is not None and self.keeper.newest is not None:
+                self.reporter.say(f"--resume goes on after step {self.keeper.newest}")
             self.reporter.close()
             speaks = self.rank.rank == 0 if gathered is not None else self.meeting.speaks(_CULPRIT_SECONDS)
             entry, notice = None, "; it ".join(filter(None, (unsaved, lost))) or None

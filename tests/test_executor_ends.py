@@ -120,6 +120,13 @@ def test_a_run_that_is_stopped_says_so_and_no_more(
     assert said(rest) == [f"dormouse: stopped: {number.name} {on}"]
     (kept,) = tmp_path.glob("runs/*/checkpoints/*")
     assert kept.name == f"{run['id']}-{run['steps']:010}"
+    if number == signal.SIGTERM:
+        done = command(tmp_path, path, "--data", data, "--resume")
+        assert done.returncode == 0, done.stderr
+        assert f"going on after step {run['steps']} from {kept.relative_to(tmp_path)}" in done.stderr
+        again = load(path)["runs"][1]
+        assert (again["outcome"], again["steps"]) == ("finished", 200)
+        assert again["resumed"] == {"id": run["id"], "steps": run["steps"]}
 
 
 def test_ranks_that_are_stopped_before_they_met_are_told_of_in_one_line(

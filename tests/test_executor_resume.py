@@ -17,7 +17,7 @@ import pytest
 
 import plans
 import ranks
-from executor import checkpoint
+from executor import checkpoint, loop
 from executor.run import Outcome, Places, execute
 from executor.stopping import ECHO_SECONDS, Stopping
 from planner.refusals.rules import Refused
@@ -249,6 +249,27 @@ def test_a_checkpoint_that_finds_no_room_ends_nothing_and_is_told(
     assert done.notice == "left no checkpoint of step 6 (rank 0: [Errno 28] No space left on device)"
     (name,) = names(tmp_path / "run")
     assert name.endswith("-0000000003")
+
+
+def test_a_run_that_fails_keeps_its_newest_checkpoint_and_says_so(
+    kept: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan, folder = kept
+    straight = left(folder)
+    update, calls = loop._update, [0]
+
+    def breaks(*parts: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise ValueError("the card fell out of its slot")
+        update(*parts)
+
+    monkeypatch.setattr(loop, "_update", breaks)
+    done, _ = one(plan, folder.parent / "failed")
+    assert (done.outcome, done.entry and done.entry["steps"]) == ("failed", 5)
+    assert "dormouse: --resume goes on after step 4\n" in capfd.readouterr().err
+    assert one(plan, folder.parent / "failed", resume=True)[0].outcome == "finished"
+    assert left(folder.parent / "failed") == straight
 
 
 def test_the_first_signal_waits_for_the_step_its_echo_is_one_and_the_second_leaves_at_once() -> None:
