@@ -2,4 +2,4 @@
 
 
 class Lost(Exception):
-    """A run ended without all ranks knowing it: one is gone, or was stopped. The message says how it ended."""
+    """A run was stopped, or a rank of it is gone. The message says how it ended."""

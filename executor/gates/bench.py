@@ -115,8 +115,9 @@ class Bench:
         try:
             with (self._folder / f"rank-{rank}.log").open("a") as log, redirect_stderr(log), products:
                 done = execute(plan, places, observe=watch)
-            if not done.agreed:  # who would be waited for may be gone
-                raise Lost(f"{done.outcome}: {done.reason}")
+            # Who is gone would be waited for; and a stop is of the gate, whose runs no one goes on with.
+            if not done.agreed or done.outcome == "stopped":
+                raise Lost(f"{done.outcome}: {done.reason}".partition("; --resume")[0])
             return Run(watch, done.outcome, done.reason, entry=done.entry)
         except Refused as error:
             return Run(watch, "refused", error.text(), tuple(item.code for item in error.refusals))
