@@ -270,9 +270,10 @@ def test_data_of_the_planned_name_and_length_in_the_working_folder_needs_no_opti
 @pytest.mark.parametrize(
     ("sources", "places", "message"),
     [
-        ([_source()], [], r"trains on a\.txt \(5 bytes, SHA-256 abababababab\), which is not .*\(a\.txt there has 18 bytes\): .* --data PATH$"),
+        ([_source()], [], r"trains on a\.txt \(5 bytes, SHA-256 abababababab\), which is not .* --data PATH$"),
+        ([_source()], [], r"which is not in the working folder \(a\.txt there has 18 bytes\): say"),
         ([_source("../up.txt")], [], r"which is not in the working folder: say"),
-        ([_source(), _source("b.txt")], [], r"are not all in the working folder \(a\.txt .*in this order: --data PATH,PATH$"),
+        ([_source(), _source("b.txt")], [], r"are not all in the .* \(a\.txt .*in this order: --data PATH,PATH$"),
         ([_source()], ["a", "b"], r"--data a,b: 2 places; the plan trains on a\.txt"),
         ([_source(), _source("b.txt")], ["a"], r"--data a: 1 place; the plan trains on a\.txt .*, b\.txt"),
         ([STDLIB], ["a"], r"--data a: the plan trains on the running Python's standard library and takes no --data"),

@@ -42,7 +42,7 @@ def _linear(samples: float = 1e9) -> dict[str, Any]:
     for by_dtype in [by_dtype for by_set in found["compute"].values() for by_dtype in by_set.values()]:
         for forms in [forms for by_variant in by_dtype.values() for forms in by_variant.values()]:
             forms |= {"flops": {**nothing, "b": samples}, "bytes": nothing, "launches": nothing, "saved": {}}
-            forms |= dict.fromkeys(("beyond", "first"), [{"one": 0, "bt": 0, "inside": 0}])
+            forms |= {key: [{"one": 0, "bt": 0, "inside": 0}] for key in ("beyond", "first")}
     free = dict.fromkeys(found["tables"], 0)
     found["adamw"] = dict.fromkeys(found["adamw"], free)
     found["apply"] = dict.fromkeys(["fp32", "bf16"], free)
