@@ -545,19 +545,8 @@ def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Measured:
     return Measured(counts, tally.course, turn, held - saved)
 
 
-class _StandIn(ModuleType):
-    """Stands in for a module until something needs more of it than there is here; then it is imported after all."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # inspect asks every module for its file
-            raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(import_module(self.__name__), name)
-
-
-class _NoCompiler(_StandIn):
-    """torch._dynamo, for what asks no more of it than "leave this function alone".
+class _NoCompiler(ModuleType):
+    """Stands in for torch._dynamo until something needs more of it than "leave this function alone".
 
     Torch wraps many of its meta functions so that the compiler passes them by, and imports the whole compiler for that
     at the first call: a third of this program's time, for nothing, since nothing is compiled here.
@@ -571,18 +560,20 @@ class _NoCompiler(_StandIn):
         """The function as it is."""
         return function
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # inspect asks every module for its file
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
 
-class _NoAlgebra(_StandIn):
-    """sympy, for what only asks whether a number is a symbol of it: none is here."""
-
-    Basic = type("Basic", (), {})
-
-
-def stand_in() -> None:
-    """Put both in place, where the modules are not imported already."""
-    if "torch._dynamo" not in sys.modules:
-        torch._dynamo = sys.modules["torch._dynamo"] = _NoCompiler("torch._dynamo")
-    sys.modules.setdefault("sympy", _NoAlgebra("sympy"))
+    @classmethod
+    def install(cls) -> None:
+        """Take the place of torch._dynamo unless it is imported already."""
+        name = "torch._dynamo"
+        if name not in sys.modules:
+            sys.modules[name] = cls(name)
+            torch._dynamo = sys.modules[name]
 
 
 def _stdout_for_the_account() -> int:
@@ -600,7 +591,7 @@ def main() -> int:
     from schemas.seal import seal
 
     stdout = _stdout_for_the_account()
-    stand_in()
+    _NoCompiler.install()
     gc.disable()  # a short life with few cycles: collecting would cost a tenth of it
     try:
         request = parse(sys.stdin.buffer.read(), "request")
