@@ -176,6 +176,16 @@ def test_a_mechanism_asked_for_that_excludes_what_would_fit_is_named() -> None:
     assert _plan(work, (with_it + without) / 2)
 
 
+def test_a_peak_while_the_first_layers_backward_runs_counts_where_it_is_the_highest() -> None:
+    work = account("b1")
+    (forms,) = [found["bf16"]["plain"] for name, found in work["compute"]["cuda"].items() if "chunk_fla" in name]
+    before = _plan(work)["ranks"][0]["memory"]["activations"]["value"]
+    forms["first"] = [{"one": 10**6, "bt": 2 * before / (8 * 512), "inside": 1000}]
+    memory = _plan(work)["ranks"][0]["memory"]
+    assert memory["activations"]["value"] == pytest.approx(2 * before + 10**6, abs=10)
+    assert memory["alive"]["kernels_inside"]["value"] == 1000 * 8 * 512
+
+
 def test_the_workspace_of_a_card_is_by_its_generation() -> None:
     for sm, mebibytes in (("7.5", 16.25), ("8.6", 16.25), ("9.0", 64), ("12.0", 64)):
         made = compile_plan(request(), fleet(1e12, sm=sm), account())
