@@ -166,7 +166,7 @@ def saved(bf16: bool, quantize: bool) -> int:
         chain = Chain(*(FeedForward(WIDTH, HIDDEN) for _ in range(3)))
         if quantize:
             act_ckpt.apply(chain)
-        return measure(chain, 2, TOKENS, "bf16" if bf16 else "fp32")["saved"]
+        return measure(chain, 2, TOKENS, "bf16" if bf16 else "fp32").saved()
 
 
 @pytest.mark.parametrize(("bf16", "size"), [(False, 4), (True, 2)])

@@ -290,7 +290,7 @@ def test_the_account_counts_on_tensors_without_memory_what_real_ones_take(capaci
     assert counted == measure(Bytes(capacity=capacity, balance=0.01), 2, 128, dtype)
     rows = EXPERTS * math.ceil(capacity * 256 * 2 / EXPERTS) if capacity else 256 * 2
     experts, router, head = 3 * 2 * rows * WIDTH * HIDDEN, 2 * 256 * WIDTH * EXPERTS, 2 * 256 * WIDTH * 256
-    assert counted["flops"] == 3 * (2 * (experts + router) + head)
+    assert counted.counts["flops"] == 3 * (2 * (experts + router) + head)
 
 
 def test_without_balance_there_are_no_buffers_and_balanced_names_those_that_have_one() -> None:

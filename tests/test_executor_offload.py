@@ -209,8 +209,8 @@ def test_a_model_without_memory_is_counted_without_buffers() -> None:
                 mechanism.apply(model)
             found.append(measure(model, BATCH, LENGTH, "bf16"))
     plain, offloaded = found
-    assert plain["saved"] - offloaded["saved"] == (LAYERS - 1) * ELEMENTS * 2
-    assert plain["flops"] == offloaded["flops"]
+    assert plain.saved() - offloaded.saved() == (LAYERS - 1) * ELEMENTS * 2
+    assert plain.counts["flops"] == offloaded.counts["flops"]
     assert offload.pool(torch.device("cpu")).bytes == 0
 
 
