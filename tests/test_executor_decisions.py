@@ -40,6 +40,9 @@ ELSEWHERE = {
     "/workload/config/adamw": "test_executor_optimizers.py",
     "/workload/config/loss_scale": "test_executor_scaling.py",
     "/workload/config/loss_scale_growth": "test_executor_scaling.py",
+    "/workload/config/keep_model": "test_executor_checkpoint.py",
+    "/workload/config/checkpoint_every": "test_executor_resume.py",
+    "/workload/config/keep_checkpoints": "test_executor_resume.py",
 }
 
 
