@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from schemas.form import Json, Unfaithful, parse, render
 from schemas.seal import canonical_digest
-from schemas.store import LARGEST_DOCUMENT_BYTES
+from schemas.store import LARGEST_DOCUMENT_BYTES, sync_folder
 
 FORMAT, VERSION = "dormouse.checkpoint", 1
 DOCUMENT, MODEL = "checkpoint.json", "model.safetensors"
@@ -109,9 +109,9 @@ def complete(made: Path, folder: Path, facts: Mapping[str, Json], files: Mapping
     with (made / DOCUMENT).open("xb") as file:
         file.write(render({**body, "digest": _digest(body)}))
         _settle(file)
-    _sync(made)
+    sync_folder(made)
     _replace(made, folder)
-    _sync(folder.parent)
+    sync_folder(folder.parent)
 
 
 def no_room_reason(folder: Path, model: nn.Module) -> str | None:
@@ -336,11 +336,3 @@ def _replace(made: Path, folder: Path) -> None:
 def _settle(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -70,7 +70,7 @@ def write(path: str | os.PathLike[str], document: Json) -> None:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def record(path: str | os.PathLike[str], plan: Mapping[str, Json], run: Mapping[str, Json]) -> None:
@@ -154,7 +154,8 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names in ``folder`` on disk: a rename is safe only then."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
