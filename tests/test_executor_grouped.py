@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,15 +34,6 @@ RUNS = [
     *(pytest.param("cuda", c, d, marks=pytest.mark.gpu) for c, dtypes in ON_CUDA.items() for d in dtypes),
 ]
 runs = pytest.mark.parametrize(("device", "choice", "dtype"), RUNS, ids=str)
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Fresh buffers hold NaN, so that what is not written, and what is read too early, shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def made(sizes: list[int], past: int, inner: int, columns: int) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,6 @@ CASES = json.loads((Path(__file__).parent / "cases" / "kda.json").read_text())["
 FORMS = (kda.by_chunks, kda.by_tokens)
 NAMES = ("q", "k", "v", "g", "beta")
 LAYER_NAMES = ("q", "k", "v", "decay", "beta", "rate", "bias")
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Fresh buffers hold NaN, so that reading one before writing it shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def made(length: int, decay: float, heads: int = 2, keys: int = 8, values: int = 12) -> list[Tensor]:
