@@ -123,15 +123,15 @@ class Tally(TorchDispatchMode):
         role = _role(func)
         if role.asks:
             return result
-        outputs = [result] if isinstance(result, Tensor) else list(_tensors((result,)))
+        outputs = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
         if role.carries:
             self.launches += 1
             self.link += sum(map(_moved, outputs))
         elif not role.free:
             self.launches += 1 if role.cost is None else role.cost.launches
             # A gather reads of its source what it gives.
-            read = [*outputs, *_tensors(args[1:])] if role.gathers else [*_tensors(args)]
-            for tensor in (*read, *_tensors(kwargs.values()), *outputs):
+            read = [*outputs, *tensors_in(args[1:])] if role.gathers else [*tensors_in(args)]
+            for tensor in (*read, *tensors_in(kwargs.values()), *outputs):
                 self._move(tensor)
             self.flops += flops_of(func, args, kwargs, result)
         # What is cast from what was there before, a weight, is cast once for all that use it.
@@ -189,13 +189,13 @@ class Tally(TorchDispatchMode):
         self.host = max(self.host, self._hosted)
 
 
-def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(items: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among arguments or results, those in lists included."""
     for item in items:
         if isinstance(item, Tensor):
             yield item
         elif isinstance(item, list | tuple):
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _moved(tensor: Tensor) -> int:

@@ -47,7 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import executor.optim.muon as muon_module
 from executor import build, conditions, loop
 from executor.clock import Clock
-from executor.count import flops_of
+from executor.count import flops_of, tensors_in
 from executor.data import Reader, stdlib_corpus
 from executor.fleet import Alone
 from executor.kernels import tuned
@@ -119,7 +119,7 @@ class Ranges:
         inner, held = getattr(owner, name), list(weights)
 
         def ranged(*args: Any, **kwargs: Any) -> Any:
-            frame = Frame(part, list(_tensors((*args, *kwargs.values()))))
+            frame = Frame(part, list(tensors_in((*args, *kwargs.values()))))
             if self.stack and border:
                 self.stack[-1].hand(frame.taken)
             self.stack.append(frame)
@@ -132,7 +132,7 @@ class Ranges:
             for number in range(first, torch.autograd._get_sequence_nr()):
                 self.numbers.setdefault(number, part)  # ranges inside have left before
             if border:
-                outs = list(_tensors((result,)))
+                outs = list(tensors_in((result,)))
                 self.bytes[part] += _crossing(frame, outs, held)
                 if self.stack:
                     self.stack[-1].got += outs
@@ -152,14 +152,6 @@ class Ranges:
         """Put everything back as it was."""
         for undo in reversed(self._undo):
             undo()
-
-
-def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
-    for item in items:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, list | tuple):
-            yield from _tensors(item)
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
