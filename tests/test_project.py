@@ -77,8 +77,8 @@ def test_planning_imports_no_torch(room: str) -> None:
             assert not heavy & {"torch", "triton", "fla", "bitsandbytes", "numpy"}, name
 
 
-# The gate makes small plans of its own and sets the link's arithmetic beside what it times; sampling, which has no plan,
-# asks what a device may run. Nothing of a run does any of these.
+# The gate makes small plans of its own and sets the link's arithmetic beside what it times; sampling, which has no
+# plan, asks what a device may run. Nothing of a run does any of these.
 PASSES_OUTSIDE_A_RUN = {
     "executor.gates.plans": {"planner.passes.compile", "planner.passes.likeness"},
     "executor.gates.link": {"planner.passes.link"},

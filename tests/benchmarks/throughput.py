@@ -49,7 +49,7 @@ from executor import build, conditions, loop
 from executor.clock import Clock
 from executor.count import flops_of, tensors_in
 from executor.data import Reader, stdlib_corpus
-from executor.fleet import Alone
+from executor.fleet import Alone, agreed
 from executor.kernels import tuned
 from executor.meter import Meter
 from executor.models import presets
@@ -453,20 +453,21 @@ def _timed(parts: loop.Training, step: Callable[[int], Tensor], steps: int) -> d
         told = step(number)
         meter.launched()
         queued = time.perf_counter()
-        bad, loss, norm, _ = told.tolist()
+        *verdict, norm, _ = told.tolist()
+        found = agreed(verdict)
         end = time.perf_counter()
         meter.end(None)
         parts.optimizers.settle(True)
         first = end - start if number == 0 else first
-        if bad or norm != norm:
-            raise SystemExit(f"step {number + 1} is not finite: loss {loss}, gradient norm {norm}")
+        if found.nonfinite or norm != norm:
+            raise SystemExit(f"step {number + 1} is not finite: loss {found.loss}, gradient norm {norm}")
         if number >= WARM:
             wall.append(end - start)
             launched.append(queued - start)
     samples = meter.samples.parts
     device = {part: _spread(samples[part]) for part in ("total", "compute", "optimizer")}
     return {"wall": _spread(wall), "launched": _spread(launched), "device": device, "first_step": first,
-            "loss": loss, "clock": meter.clock.instrument}  # fmt: skip
+            "loss": found.loss, "clock": meter.clock.instrument}  # fmt: skip
 
 
 def _spread(samples: Sequence[float]) -> dict[str, float]:
