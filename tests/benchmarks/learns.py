@@ -80,13 +80,18 @@ def variants(model: str, asked: Settings) -> dict[str, Settings]:
     if "mixer" in config:
         found["without KDA (convolution alone)"] = whole | {"mixer": "conv"}
     if config.get("engram_rows"):
-        found["without Engram"] = whole | {"engram_rows": "0"}
+        found["without Engram"] = _without(whole, "engram_") | {"engram_rows": "0"}
     if config.get("experts"):
-        dense = {key: text for key, text in whole.items() if not key.startswith("moe_")} | {"experts": "0"}
+        dense = _without(whole, "moe_", "topk", "expert_ffn") | {"experts": "0"}
         wide, each = int(config["expert_ffn"]), {"active": "topk", "total": "experts"}
         for what, key in each.items():
             found[f"dense, equal {what} parameters"] = dense | {"ffn": str(wide * int(config[key]))}
     return found
+
+
+def _without(settings: Settings, *begins: str) -> Settings:
+    """``settings`` but for the keys of a part that is left out: beside its absence they would be refused."""
+    return {key: text for key, text in settings.items() if not key.startswith(begins)}
 
 
 def planned(run: Run, words: Sequence[str]) -> bool:
