@@ -19,9 +19,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from executor.account import SAVED, account, envelope, measure, workload_digest
+from executor.account import account, workload_digest
 from executor.card import IN_FP32
 from executor.count import WEIGHTS, Tally, bilinear, evaluate
+from executor.envelope import envelope
+from executor.measure import SAVED, measure
 from executor.mechanisms import recompute
 from executor.models.presets import TINY
 from executor.optim.routing import split

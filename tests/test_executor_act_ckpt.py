@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from devices import BOUNDS, DEVICES, relative
-from executor.account import measure
+from executor.measure import measure
 from executor.mechanisms import act_ckpt
 from executor.mechanisms.act_ckpt import GROUP, quantized
 from executor.models.kda import FeedForward

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from devices import BOUNDS, DEVICES, assert_near, relative
 from executor import build
-from executor.account import measure
 from executor.loop import Progress, train
+from executor.measure import measure
 from executor.mechanisms import engram_ram, recompute
 from executor.models.engram import Engram, multipliers_of, parameters, row_counts
 from executor.models.host_table import HostTable

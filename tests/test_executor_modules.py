@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from devices import BOUNDS, DEVICES, relative
-from executor.account import measure
 from executor.kernels.registry import lookup
+from executor.measure import measure
 from executor.models.engram import Engram
 from executor.models.kda import Block, FeedForward, KdaModel, Mix
 from executor.models.moe import MoE

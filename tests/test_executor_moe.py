@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from executor.account import measure
 from executor.kernels import grouped
+from executor.measure import measure
 from executor.mechanisms import recompute
 from executor.models.moe import MoE, balanced, place
 from executor.phantom import phantoms

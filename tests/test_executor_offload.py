@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from devices import BOUNDS, DEVICES, relative
-from executor.account import measure
 from executor.count import Tally
 from executor.kernels import offload
 from executor.kernels.grouped import choices
+from executor.measure import measure
 from executor.mechanisms import act_ckpt, moe_offload
 from executor.models.moe import MoE
 from executor.phantom import phantoms
