@@ -45,6 +45,20 @@ class Moments:
         self.first = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in self.parameters]
         self.second = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in self.parameters]
 
+    @torch.no_grad()
+    def step(self, lr: float, keep: Tensor | None = None) -> None:
+        """One update, without effect where ``keep`` is False.
+
+        Raises RuntimeError where a parameter has no gradient (naming it), before anything changes.
+        """
+        gradients = gradients_of(self.names, self.parameters, "parameter")
+        if gradients:
+            self._step(gradients, lr, dropped(keep, self.counter))
+
+    def _step(self, gradients: list[Tensor], lr: float, drop: Tensor) -> None:
+        """One update; ``drop``: whether it must change nothing, a bool tensor without dimensions."""
+        raise NotImplementedError
+
     def state_bytes(self) -> dict[str, int]:
         """Bytes of the storages that hold the state."""
         return {"adamw_state": sum(t.untyped_storage().nbytes() for t in self.first + self.second)}
@@ -72,16 +86,7 @@ class AdamW(Moments):
         self.counter = torch.ones_like(self._betas)
         self._chunks = chunks(self.parameters)
 
-    @torch.no_grad()
-    def step(self, lr: float, keep: Tensor | None = None) -> None:
-        """One update, without effect where ``keep`` is False.
-
-        Raises RuntimeError where a parameter has no gradient (naming it), before anything changes.
-        """
-        gradients = gradients_of(self.names, self.parameters, "parameter")
-        if not gradients:
-            return
-        drop = dropped(keep, self.counter)
+    def _step(self, gradients: list[Tensor], lr: float, drop: Tensor) -> None:
         ahead, betas = self.counter * self._betas, self._betas.masked_fill(drop, 1.0)
         self.counter *= betas
         widen = (1.0 - ahead[1]).sqrt().reciprocal()

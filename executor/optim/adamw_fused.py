@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from executor.optim.adamw import Moments
-from executor.optim.steps import dropped, gradients_of
 
 
 class FusedAdamW(Moments):
@@ -23,16 +22,8 @@ class FusedAdamW(Moments):
         super().__init__(named, *options, **named_options)
         self.counter = torch.zeros((), device=self.device)
 
-    @torch.no_grad()
-    def step(self, lr: float, keep: Tensor | None = None) -> None:
-        """One update, without effect where ``keep`` is False.
-
-        Raises RuntimeError where a parameter has no gradient (naming it), before anything changes.
-        """
-        gradients = gradients_of(self.names, self.parameters, "parameter")
-        if not gradients:
-            return
-        found = dropped(keep, self.counter).to(torch.float32)
+    def _step(self, gradients: list[Tensor], lr: float, drop: Tensor) -> None:
+        found = drop.to(torch.float32)
         self.counter += 1.0 - found
         for decay in (self.weight_decay, 0.0):
             members = [i for i, p in enumerate(self.parameters) if (p.ndim >= 2) == (decay == self.weight_decay)]
