@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from made_up import ORDER, accounts, subsets
 from planner.passes.compile import compile_plan
 from planner.passes.constants import FIT_HEADROOM
 from planner.passes.cost import COMPONENTS, STATE, Rank
@@ -16,28 +16,6 @@ from planner.passes.mechanisms import offer
 from planner.passes.ranks import rank_facts
 from planner.refusals.rules import Refused
 from worlds import account, fleet, request
-
-ORDER = ["moe_offload", "engram_ram", "muon_state_bf16", "optim_8bit", "act_ckpt", "recompute"]
-VARIANTS = ("moe_offload", "act_ckpt", "moe_offload+act_ckpt", "recompute")
-
-
-@st.composite
-def accounts(draw: st.DrawFn) -> dict[str, Any]:
-    """The account of b1 with fewer mechanisms, each of which saves and costs what is drawn."""
-    made = account("b1")
-    dropped = draw(st.sets(st.sampled_from(ORDER), max_size=3))
-    made["mechanisms"] = {name: row for name, row in made["mechanisms"].items() if name not in dropped}
-    scales = {name: (draw(st.floats(0.05, 1.0)), draw(st.floats(1.0, 2.0))) for name in VARIANTS}
-    for by_variant in [v for by_dtype in made["compute"]["cuda"].values() for v in by_dtype.values()]:
-        for name, (saved, work) in scales.items():
-            forms = by_variant[name]
-            forms["saved"] = {part: _times(form, saved) for part, form in by_variant["plain"]["saved"].items()}
-            forms["flops"] = _times(by_variant["plain"]["flops"], work)
-    return made
-
-
-def _times(form: dict[str, float], factor: float) -> dict[str, float]:
-    return {key: float(f"{value * factor:.6g}") for key, value in form.items()}
 
 
 def _plan(work: dict[str, Any], limit: float | None = None, **asked: Any) -> dict[str, Any]:
@@ -63,8 +41,7 @@ def _engaged(made: dict[str, Any]) -> list[str]:
 
 def _time(rank: Rank, names: tuple[str, ...] | list[str]) -> float:
     """Of a step, where a gain in time counts for nothing."""
-    parts = itertools.chain.from_iterable(itertools.combinations(names, size) for size in range(len(names) + 1))
-    return max(rank.compute_seconds(8, 512, held) + rank.update_seconds(held) for held in parts)
+    return max(rank.compute_seconds(8, 512, held) + rank.update_seconds(held) for held in subsets(names))
 
 
 between = st.floats(0.0, 1.0)

@@ -1,46 +1,27 @@
-"""Second pass: who does how much. Each rank's batch and length, its weight in the loss, each matrix's owner."""
+"""Third pass: who does how much. Each rank's batch and length, and its weight in the loss."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from planner.passes.cost import Rank
 from planner.passes.layout import device_pointer, per_rank
 from planner.passes.ledger import Ledger
-from planner.passes.mechanisms import least_seconds, offer
-from planner.passes.ranks import matrix_flops, rank_facts, set_limit, world_size
-from planner.passes.split import Curve, Group, assign_owners, largest_within, split_samples
+from planner.passes.ranks import set_limit, world_size
+from planner.passes.search import Division, Search
 from schemas.form import Json
-
-MOST_SAMPLES = 2**20
 
 
 def capacity(
     request: Mapping[str, Json], record: Mapping[str, Json], account: Mapping[str, Json], draft: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """Decide the split of the global batch (batch x world size, or the sum of declared batches) and the owners."""
+    """Decide the split of the global batch (batch x world size, or the sum of declared batches)."""
     ledger = Ledger(draft)
-    if world_size(draft) > 1 and account["matrices"]:
-        _owners(ledger, account)
     for place in range(len(ledger.draft["ranks"])):
         set_limit(ledger, request, place)
     _batches(ledger, request, account)
     _weights(ledger)
     return ledger.draft
-
-
-def _owners(ledger: Ledger, account: Mapping[str, Json]) -> None:
-    ranks = sorted((rank, place) for place, entry in enumerate(ledger.draft["ranks"]) for rank in entry["members"])
-    rates = [ledger.draft["ranks"][place]["rates"]["products"]["value"] for _, place in ranks]
-    speeds = [1.0] * len(rates) if None in rates else rates
-    costs = [matrix_flops(account, place) for place in range(len(account["matrices"]))]
-    owners = assign_owners(costs, speeds)
-    why = "longest job first, each to the rank that finishes it soonest"
-    why += ", all ranks taken as equal: a rate is unknown" if None in rates else ""
-    inputs = [f"/ranks/{place}/rates/products" for place in range(len(ledger.draft["ranks"]))]
-    ledger.decide("/exchange/owners", None, owners, why, inputs=inputs)
 
 
 def _batches(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> None:
@@ -59,18 +40,18 @@ def _batches(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, 
         why = "one rank" if world == 1 else "all ranks are alike" if alone else "--capacity equal"
         _even(ledger, request, even, why)
         return
-    groups = _groups(ledger, request, account)
-    if groups is None and _alike(ledger):
+    search = Search(ledger.draft, request, account)
+    if search.blind and _alike(ledger):
         _even(ledger, request, even, "all ranks are alike")
         return
-    if groups is None:
+    if search.blind:
         _even(ledger, request, even, "a rank's rates are unknown, so the split is even", outcome="fallback")
         return
-    batches = split_samples(even * world, groups)
-    if batches is None:  # the draft keeps the even split, and the refusal names the memory that cannot hold it
+    division = search.divide(even * world)
+    if division is None:  # the draft keeps the even split, and the refusal names the memory that cannot hold it
         _even(ledger, request, even, "no split of the global batch fits every rank's memory")
         return
-    _uneven(ledger, request, batches, groups, even)
+    _uneven(ledger, request, search, division, even)
 
 
 def _alike(ledger: Ledger) -> bool:
@@ -96,54 +77,30 @@ def _even(ledger: Ledger, request: Mapping[str, Json], batch: int, why: str, out
         ledger.decide(f"/ranks/{place}/batch", request["batch"], batch, why, outcome=outcome, inputs=inputs)
 
 
-def _groups(ledger: Ledger, request: Mapping[str, Json], account: Mapping[str, Json]) -> list[Group] | None:
-    groups, offers = [], offer(ledger.draft, request, account)
-    for place, entry in enumerate(ledger.draft["ranks"]):
-        facts, length = rank_facts(ledger.draft, account, place), entry["seq"]["chosen"]
-        if facts.rates is None:
-            return None
-        limit = entry["memory"]["limit"]["value"]
-        sets = offers.open_sets(facts.kind, request["fit"])
-
-        def seconds(b: int, facts: Rank = facts, length: int = length, sets: Any = sets, limit: Any = limit) -> float:
-            return least_seconds(facts, b, length, sets, limit)
-
-        def fits(b: int, seconds: Curve = seconds) -> bool:
-            return seconds(b) < float("inf")
-
-        def work(b: int, facts: Rank = facts, length: int = length) -> float:
-            return facts.sample_seconds(b, length)
-
-        cap = largest_within(MOST_SAMPLES, fits) if fits(1) else 0
-        groups.append(Group(len(entry["members"]), seconds, cap, work))
-    return groups
-
-
-def _uneven(
-    ledger: Ledger,
-    request: Mapping[str, Json],
-    batches: Sequence[Sequence[int]],
-    groups: Sequence[Group],
-    even: int,
-) -> None:
-    count = len(ledger.draft["ranks"])
-    slowest = max(group.seconds(max(row)) for group, row in zip(groups, batches, strict=True))
-    level = max(group.seconds(even) for group in groups)
-    rejected: list[dict[str, Json]] = []
-    if level == float("inf"):
-        rejected = [{"option": even, "why": "the even split, which does not fit every rank's memory"}]
-    elif level > slowest:
-        rejected = [{"option": even, "why": "the even split", "costs_seconds": level - slowest}]
+def _uneven(ledger: Ledger, request: Mapping[str, Json], search: Search, division: Division, even: int) -> None:
+    count, batches, curves = len(ledger.draft["ranks"]), division.batches, division.curves
+    slowest = max(curve(max(row)) for curve, row in zip(curves, batches, strict=True))
+    how = "the split whose slowest rank is fastest"
+    how += " under the fewest mechanisms in order" if search.in_order and not search.off else ""
+    rejected = _rejected(search, batches, even)
     inputs = [f"/ranks/{place}/rates/products" for place in range(count)]
     inputs += [f"/ranks/{place}/memory/limit" for place in range(count)]
     for place in range(count):
         for position, batch in enumerate(sorted(set(batches[place]), reverse=True)):
             target = place if position == 0 else _part(ledger, place, batches[place], batch)
-            time = groups[place].seconds(batch)
-            why = f"the split whose slowest rank is fastest ({slowest:.4g} s); {batch} take this one {time:.4g} s"
+            why = f"{how} ({slowest:.4g} s); {batch} take this one {curves[place](batch):.4g} s"
             where, asked = f"/ranks/{target}/batch", request["batch"]
             ledger.decide(where, asked, batch, why, outcome="default", inputs=inputs, rejected=rejected)
         _keep(ledger, place, batches[place])
+
+
+def _rejected(search: Search, batches: Sequence[Sequence[int]], even: int) -> list[dict[str, Json]]:
+    """The even split, where it is another one and no faster."""
+    level, chosen = search.choose([even] * len(batches)), search.choose([max(row) for row in batches])
+    if level is None or chosen is None or not search.all_hold(level):
+        return [{"option": even, "why": "the even split, which does not fit every rank's memory"}]
+    costs = search.step_seconds(level) - search.step_seconds(chosen)
+    return [{"option": even, "why": "the even split", "costs_seconds": costs}] if costs > 0 else []
 
 
 def _part(ledger: Ledger, place: int, batches: Sequence[int], batch: int) -> int:

@@ -17,7 +17,7 @@ from schemas.seal import seal
 Document = Mapping[str, Json]
 Pass = Callable[[Document, Document, Document, Document], dict[str, Json]]
 
-PASSES: tuple[Pass, ...] = (policy, capacity, fit, exchange, step)
+PASSES: tuple[Pass, ...] = (policy, exchange, capacity, fit, step)
 """Each takes (request, record, account, draft) and gives a new draft; none changes what it was given."""
 
 

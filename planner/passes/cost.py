@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner.door import STACK_BYTES, kernel_set
@@ -51,11 +51,15 @@ def seconds(
     return launches * launch + work + copies if kind == "cpu" else max(launches * launch, work, copies)
 
 
+def waited_seconds(slowest: float, all_reduce: float, buckets: float) -> float:
+    """The part of the all-reduce that is not hidden: all buckets but the last may hide behind the backward of the rank
+    that computes ``slowest``, which is 2/3 of that. A bucket is reduced once every rank has it."""
+    return all_reduce - (buckets - 1) / buckets * min(all_reduce, BACKWARD_SHARE * slowest)
+
+
 def exposed_seconds(own: float, slowest: float, all_reduce: float, buckets: float) -> float:
-    """The part of the all-reduce that a rank of compute time ``own`` waits for: the slowest rank's lag, and what is not
-    hidden. All buckets but the last may hide behind backward, which is 2/3 of compute."""
-    hidden = (buckets - 1) / buckets * min(all_reduce, BACKWARD_SHARE * own)
-    return slowest - own + all_reduce - hidden
+    """What a rank of compute time ``own`` waits for: the slowest rank's lag, and the all-reduce where it shows."""
+    return slowest - own + waited_seconds(slowest, all_reduce, buckets)
 
 
 def ratio_at(points: Sequence[Sequence[float]], batch: float, at: int = 1) -> float:
@@ -91,6 +95,7 @@ class Rank:
     overhead: float  # what the allocator takes for a byte asked of it
     compute_ratios: Sequence[Sequence[float]] = ()  # (batch, measured / modelled, low, high), by rising batch
     optimizer_ratios: Sequence[Sequence[float]] = ()
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what was worked out before
 
     def _rows(self, mechanisms: Collection[str]) -> list[Mapping[str, Json]]:
         """The account's rows of ``mechanisms``, in their order."""
@@ -134,6 +139,12 @@ class Rank:
     def update_work(self, mechanisms: Collection[str] = ()) -> dict[str, float]:
         """The same of the optimizer: Newton-Schulz of the owned matrices by stacked shape, all matrices' updates
         applied, AdamW, and the tables' rows."""
+        key = self.updated, frozenset(mechanisms)
+        if key not in self._known:
+            self._known[key] = self._update_work(mechanisms)
+        return dict(self._known[key])
+
+    def _update_work(self, mechanisms: Collection[str]) -> dict[str, float]:
         shapes, matrices = self.account["shapes"][self.newton_schulz], self.account["matrices"]
         everywhere = [self._adamw(mechanisms), self.account["apply"][self.newton_schulz]]
         everywhere += [self.account["tables"]] if self._tables(mechanisms) else []

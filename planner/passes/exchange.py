@@ -1,4 +1,4 @@
-"""Fourth pass: the exchange of gradients and of owners' updates. Bytes, buckets, the link, seconds."""
+"""Second pass: the exchange of gradients and of owners' updates. Owners, bytes, buckets, the link, seconds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from planner.passes.cost import DTYPE_BYTES
 from planner.passes.ledger import Ledger
 from planner.passes.link import ring_volume
 from planner.passes.paths import link_inputs, put_link, rings
-from planner.passes.ranks import most_owned, world_size
+from planner.passes.ranks import matrix_flops, most_owned, world_size
+from planner.passes.split import assign_owners
 from schemas.form import Json
 
 
 def exchange(
     request: Mapping[str, Json], record: Mapping[str, Json], account: Mapping[str, Json], draft: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """Decide the buckets, and predict what the exchange moves and takes. One rank exchanges nothing."""
+    """Decide the owners and the buckets, and predict what the exchange moves and takes. One rank exchanges nothing."""
     ledger = Ledger(draft)
     world = world_size(draft)
     if world == 1:
@@ -36,8 +37,9 @@ def exchange(
         ("ring all-reduce: 2(P-1) steps of latency a bucket, and the volume over the link", None),
         measurable=True,
     )
-    if "owners" in ledger.draft["exchange"]:
+    if account["matrices"]:
         _owners(ledger, account)
+        _sending(ledger, account)
     return ledger.draft
 
 
@@ -59,7 +61,7 @@ def _payload(ledger: Ledger, world: int) -> None:
     ledger.compute("/exchange/volume", "B", lambda n: round(ring_volume(n, world)), ["/exchange/payload"], why)
 
 
-def _owners(ledger: Ledger, account: Mapping[str, Json]) -> None:
+def _sending(ledger: Ledger, account: Mapping[str, Json]) -> None:
     width = DTYPE_BYTES[ledger.value("/workload/config/ns_dtype")]
     most = most_owned(ledger.draft, account)
     inputs = ["/exchange/owners", "/workload/config/ns_dtype"]
@@ -72,3 +74,15 @@ def _owners(ledger: Ledger, account: Mapping[str, Json]) -> None:
         ["/exchange/owners_payload", *link_inputs(ledger.draft)],
         "ring all-gather: P-1 steps of one rank's share",
     )
+
+
+def _owners(ledger: Ledger, account: Mapping[str, Json]) -> None:
+    ranks = sorted((rank, place) for place, entry in enumerate(ledger.draft["ranks"]) for rank in entry["members"])
+    rates = [ledger.draft["ranks"][place]["rates"]["products"]["value"] for _, place in ranks]
+    speeds = [1.0] * len(rates) if None in rates else rates
+    costs = [matrix_flops(account, place) for place in range(len(account["matrices"]))]
+    owners = assign_owners(costs, speeds)
+    why = "longest job first, each to the rank that finishes it soonest"
+    why += ", all ranks taken as equal: a rate is unknown" if None in rates else ""
+    inputs = [f"/ranks/{place}/rates/products" for place in range(len(ledger.draft["ranks"]))]
+    ledger.decide("/exchange/owners", None, owners, why, inputs=inputs)

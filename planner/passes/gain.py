@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from planner.passes.cost import Rank, exposed_seconds, ratio_at
 from planner.passes.ledger import Ledger
 from planner.passes.link import Rings
-from planner.passes.mechanisms import least_seconds, offer
+from planner.passes.mechanisms import Mechanisms
 from planner.passes.paths import link_inputs, rings
 from planner.passes.ranks import rank_facts, whole_device, world_size
+from planner.passes.search import Search
 from schemas.document import unknown
 from schemas.form import Json
 
@@ -62,9 +63,9 @@ class _Fleet:
         self.shapes = [(entry["batch"]["chosen"], entry["seq"]["chosen"]) for entry in entries]
         engaged = draft["fit"]["mechanisms"]["chosen"]
         self.mechanisms = [[*engaged, *entry["mechanisms"]["chosen"]] for entry in entries]
-        offers, fit = offer(draft, request, account), request["fit"]
-        self.sets = [offers.open_sets(rank.kind, fit, tuple(engaged)) for rank in self.ranks]
-        self.limits = [entry["memory"]["limit"]["value"] for entry in entries]
+        self.search, self.engaged = Search(draft, request, account), tuple(engaged)
+        self._fitting: dict[tuple[int, int], list[Mechanisms]] = {}
+        self._times: dict[tuple[Any, ...], Times] = {}
         self.cores = [whole_device(draft, entry) for entry in entries]
         self.world, self.total = world_size(draft), ledger.value("/step/global_batch")
         self.payload, self.buckets = ledger.value("/exchange/payload"), ledger.value("/exchange/buckets")
@@ -90,6 +91,12 @@ class _Fleet:
 
     def times(self, values: Sequence[float]) -> Times:
         """The three times with ``inputs`` at ``values`` and all else at its own."""
+        key = tuple(map(str, values))
+        if key not in self._times:
+            self._times[key] = self._timed(values)
+        return self._times[key]
+
+    def _timed(self, values: Sequence[float]) -> Times:
         at: dict[str, Any] = {**self.nominal, **dict(zip(self.inputs, values, strict=True))}
         ring = rings(self.draft, *[at[pointer] for pointer in link_inputs(self.draft)])
         ranks = [self._at(place, at) for place in range(len(self.ranks))]
@@ -126,12 +133,16 @@ class _Fleet:
     def _part(self, rank: Rank, place: int, samples: float) -> float:
         """Forward and backward of ``samples`` sequences under the best mechanisms that fit; infinite where none do. A
         fraction is taken between its neighbours."""
-        low, length = max(1, int(samples)), self.shapes[place][1]
-        at = least_seconds(rank, low, length, self.sets[place], self.limits[place])
-        if low == samples:
-            return at
-        after = least_seconds(rank, low + 1, length, self.sets[place], self.limits[place])
-        return at + (after - at) * (samples - low)
+        low = max(1, int(samples))
+        at = self._least(rank, place, low)
+        return at if low == samples else at + (self._least(rank, place, low + 1) - at) * (samples - low)
+
+    def _least(self, rank: Rank, place: int, samples: int) -> float:
+        if (place, samples) not in self._fitting:
+            weighed = self.search.candidates(place, samples, self.engaged)
+            self._fitting[place, samples] = [item.mechanisms for item in weighed if self.search.holds(place, item)]
+        length, fitting = self.shapes[place][1], self._fitting[place, samples]
+        return min((rank.compute_seconds(samples, length, held) for held in fitting), default=math.inf)
 
     def _alone(self, rank: Rank, place: int) -> float:
         """All samples and all matrices on one device, no exchange; a CPU then has all of its cores."""

@@ -1,4 +1,4 @@
-"""Sets of memory mechanisms: which there are for a rank, which go together, and the time of the best that fit."""
+"""Sets of memory mechanisms: which there are for a rank, and which go together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.passes.cost import Rank
 from planner.passes.layout import device_pointer
 from schemas.document import resolve
 from schemas.form import Json
@@ -98,9 +97,3 @@ def _name(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> str:
     device = resolve(draft, device_pointer(draft, entry))
     name = str(device["name"]["value"] or device["kind"])
     return f"{name} (sm {device['sm']['value']})" if device.get("sm", {}).get("value") else name
-
-
-def least_seconds(rank: Rank, b: int, t: int, sets: Sequence[Mechanisms], limit: float | None) -> float:
-    """Forward and backward under the fastest of ``sets`` that stays within ``limit``; infinite where none does."""
-    fitting = [engaged for engaged in sets if limit is None or rank.peak(b, t, engaged) <= limit]
-    return min((rank.compute_seconds(b, t, engaged) for engaged in fitting), default=float("inf"))

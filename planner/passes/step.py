@@ -89,7 +89,7 @@ def _exchange(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
         "s",
         lambda own, total, buckets, *all_computes: exposed_seconds(own, max(all_computes), total, buckets),
         [f"{base}/step/compute", "/exchange/seconds", "/exchange/buckets", *computes],
-        "wait for the slowest rank + all-reduce - what all buckets but the last hide behind backward (2/3 of compute)",
+        "wait for the slowest rank + all-reduce - what all buckets but the last hide behind its backward (2/3 of it)",
         measurable=True,
     )
     if "owners_seconds" in ledger.draft["exchange"]:
