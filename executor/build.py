@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from executor import voice
 from executor.data import Corpus, Reader, open_corpus, stdlib_corpus
+from executor.guest import guarded
 from executor.mechanisms.table import ORDERED
 from executor.models.engram import Engram
 from executor.optim.adamw_8bit import AdamW8bit
@@ -23,7 +24,7 @@ from executor.optim.tables import HostTables, Tables
 from executor.optim.variants import ADAMW, AnyAdamW
 from executor.precision import DTYPES
 from executor.slices import DataSlice, RankSlice, Source, WorkSlice
-from executor.workloads import build, resolve
+from executor.workloads import build, is_ours, require_settled, resolve
 from planner.data import least_length
 from planner.door import BadWorkload, Workload
 from schemas.store import unwritable_reason
@@ -146,8 +147,11 @@ def model(work: WorkSlice, kernels: dict[str, str]) -> tuple[Workload, nn.Module
     """The workload and its model in fp32 on the CPU, the same on every rank of a seed. Raises BadWorkload."""
     asked = "the plan's model"
     workload = resolve(work.model, asked, _say)
+    label = f"{asked} {work.model}"
+    with guarded(label, is_ours(workload)):
+        require_settled(workload, work.config, label)
     torch.manual_seed(work.seed)
-    return workload, build(workload, work.config, kernels, f"{asked} {work.model}").float()
+    return workload, build(workload, work.config, kernels, label).float()
 
 
 def settle(built: nn.Module, rank: RankSlice) -> nn.Module:

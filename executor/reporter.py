@@ -12,6 +12,9 @@ from typing import IO, Protocol
 from executor import voice
 from schemas.form import Json
 
+METRICS = "metrics.jsonl"
+"""The file of a run's metrics in its folder."""
+
 
 class Reporter(Protocol):
     """Told of events by the run; nothing in the core prints."""
@@ -52,7 +55,7 @@ class Teller:
 
     def __init__(self, folder: Path, every: int, run: str, start: str, out: IO[str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] | None = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file: IO[str] | None = (folder / METRICS).open("a", encoding="utf-8")
         self._every, self._run, self._out = every, run, out
         self._write({"start": start})
         self._last = time.monotonic()

@@ -21,13 +21,14 @@ from executor.clock import Clock
 from executor.entry import compose, identity, keep, now
 from executor.files import DataChanged
 from executor.fleet import Alone, Fleet, Forward, Ranks, abandon, fingerprint
+from executor.hold import Hold, InUse
 from executor.launch import Terminated
 from executor.loop import Observe, Progress, RunFailed, Stopped, Training, train
 from executor.meeting import RankFailed, meet
 from executor.meter import Meter
 from executor.models.presets import TINY
 from executor.peaks import pressure, probe, storage_bytes
-from executor.reporter import Mute, Reporter, Teller
+from executor.reporter import METRICS, Mute, Reporter, Teller
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
 from executor.stopping import Stopping
 from planner.door import BadWorkload
@@ -113,9 +114,10 @@ class _Run:
         self.meeting, self.store = meet(rank, self.rank.size)
         self.stopping = Stopping(self.meeting.anyone_ended)
         self.keeper: resume.Keeper | None = None
+        self.hold = Hold()
 
     def run(self) -> Outcome:
-        with self.stopping.listening():
+        with self.hold, self.stopping.listening():
             return self._run()
 
     def _run(self) -> Outcome:
@@ -144,11 +146,19 @@ class _Run:
         """Gather facts, judge, build, smoke, judge. No process group yet: it comes when the plan is honoured."""
         row = honour.own_facts(self.plan["seal"]["digest"], self.rank, self._open)
         found = resume.newest(self.places.run_dir) if self.places.resume and self.rank.rank == 0 else None
-        mine = {**row, "run": self.name, "resume": found}
+        mine = {**row, "run": self.name, "resume": found, "held": self._held()}
         self.rows = honour.agree(self.plan, self.meeting, mine, self._unrecordable())
         self.name = self.rows[0]["run"]  # one name, whichever rank records it
         self.ran = self._smoke()
         honour.agree_on_smoke(self.plan, self.meeting, self.ran)
+
+    def _held(self) -> str | None:
+        """Why another run is under way where this one would be recorded or leave its metrics; rank 0 asks for all."""
+        if self.rank.rank != 0:
+            return None
+        places = [self.places.run_dir / METRICS]
+        places += [] if self.places.record is None else [self.places.record]
+        return next(filter(None, map(self.hold.take, places)), None)
 
     def _unrecordable(self) -> str | None:
         try:
@@ -199,6 +209,9 @@ class _Run:
             self._check_reduced()
         if self.rank.rank == 0:
             self.reporter = Teller(self.places.run_dir, self.work.config["log_every"], self.name, self.start)
+            held = self._held()  # the metrics are there only now where this is the folder's first run
+            if held is not None:
+                raise InUse(held)
         self.keeper = self._go_on()
         done = self.progress.steps
         watch = probe(self.rank.kind, self.work.steps - done, self._alive)
@@ -279,7 +292,7 @@ class _Run:
         if isinstance(error, RankFailed):
             own = str(error)
             self.meeting.end()
-        elif isinstance(error, DataChanged):
+        elif isinstance(error, DataChanged | InUse):
             own = f"rank {self.rank.rank}: {error}"
             self.meeting.fail(str(error))
         elif self.rank.size > 1 and isinstance(error, RuntimeError) and _LOST.search(text):

@@ -20,6 +20,7 @@ from torch import nn
 
 from executor.guest import guarded, load
 from planner.door import BadWorkload, ConfigRow, KernelRow, Key, Kind, Sizes, Value, Workload
+from schemas.form import Json
 
 GROUP = "dormouse.workloads"
 _KEY_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -113,6 +114,32 @@ def build(workload: Workload, config: Mapping[str, Value], kernels: Mapping[str,
         return built
 
 
+LATER = frozenset({"keep_model", "checkpoint_every", "keep_checkpoints"})
+"""Keys of the runtime that plans from before them need not hold: without one, a run does as it did then."""
+
+
+def require_settled(workload: Workload, config: Mapping[str, Value], asked: str) -> None:
+    """Raise BadWorkload where ``config``, of a plan, holds no value for a key, one that `configure` would not give, or
+    one still to be decided. ``asked`` names the model in the message."""
+    for key in (*workload.keys, *RUNTIME):
+        if key.name in workload.kernels or (key.name in LATER and key.name not in config):
+            continue
+        if key.name not in config:
+            raise BadWorkload(f"{asked} asks for the key {key.name}, which the plan does not hold: plan anew")
+        value = config[key.name]
+        if not _is_of(key, value):
+            raise BadWorkload(f"{asked}: the plan holds {key.name}={value!r:.60}, which is no {key.kind} to run with")
+        if isinstance(value, int | float):
+            _require_within(key, value, str(value))
+
+
+def _is_of(key: Key, value: Json) -> bool:
+    if key.kind == "choice":
+        return value in key.choices and not (key in RUNTIME and value == "auto")
+    kinds: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "text": str}
+    return isinstance(value, kinds[key.kind]) and not isinstance(value, bool)
+
+
 def _default_sizes() -> Sizes:
     return {"batch": 4, "seq": 128, "steps": 60}
 
@@ -199,10 +226,14 @@ def read(key: Key, text: str) -> Value:
     except ValueError:
         kind = "a whole number" if key.kind == "int" else "a number"
         raise BadWorkload(f"{key.name}={text}: must be {kind}") from None
+    _require_within(key, value, text)
+    return value
+
+
+def _require_within(key: Key, value: float, text: str) -> None:
     low, high = key.low, key.high
     if not isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
         raise BadWorkload(f"{key.name}={text}: must be within {_bound(low, '-inf')} and {_bound(high, 'inf')}")
-    return value
 
 
 def _bound(limit: float | None, otherwise: str) -> str:

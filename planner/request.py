@@ -15,7 +15,7 @@ from schemas.form import Json
 
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 LARGEST_SEED = 2**32 - 1
-LARGEST_COUNT = 2**53  # beyond it a JSON number is not exact
+LARGEST_COUNT = 2**53 - 1  # beyond it a JSON number is not exact
 MOST_RANKS = 4096
 LARGEST_WEIGHT = 10**6
 MOST_SET_KEYS = 256
@@ -110,7 +110,7 @@ def _budget(part: str) -> int:
     except InvalidOperation:
         raise Usage(f"--fit has {_shown(part)}: too many digits") from None
     if not 0 < size <= LARGEST_COUNT:
-        raise Usage(f"--fit has {_shown(part)}: that is {size} bytes; it is 1 byte to 2^53")
+        raise Usage(f"--fit has {_shown(part)}: that is {size} bytes; it is 1 byte to 2^53 - 1")
     return size
 
 

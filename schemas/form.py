@@ -14,7 +14,7 @@ from typing import Any
 Json = Any
 """A JSON value as ``json.loads`` gives it: dict, list, str, int, float, bool or None."""
 
-LARGEST_INTEGER = 2**53  # above it a double, and so RFC 8785, no longer tells neighbours apart
+LARGEST_INTEGER = 2**53 - 1  # above it a double, and so RFC 8785, does not tell all neighbours apart
 DEEPEST_NESTING = 32
 
 # Known keys stand in this order wherever they meet in one object; other keys (names of devices, configuration) follow
@@ -67,7 +67,7 @@ def parse(data: bytes, name: str) -> Json:
 
     Raises:
         Unfaithful: not UTF-8, empty, not JSON, a duplicate key, NaN or Infinity, a number beyond double precision or
-            an integer beyond 2^53, a lone surrogate, or nesting deeper than 32.
+            an integer of 2^53 or more, a lone surrogate, or nesting deeper than 32.
     """
     try:
         text = data.decode("utf-8")
@@ -130,7 +130,7 @@ def _hooks(text: str, name: str) -> dict[str, Any]:
 
     def integer(token: str) -> int:
         if len(token) > 17 or abs(int(token)) > LARGEST_INTEGER:
-            refuse(token, "is beyond 2^53: not exact as a JSON number")
+            refuse(token, "is 2^53 or more: not exact as a JSON number")
         return int(token)
 
     def unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

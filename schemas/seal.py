@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import rfc8785
 
 from schemas.agreement import refuse_disagreement
-from schemas.document import UNSEALED, is_reading, resolve, settle, tally, weakest_bases
+from schemas.document import UNSEALED, is_decision, is_reading, resolve, settle, tally, weakest_bases
 from schemas.form import Json, Unfaithful, inner_lines, render, rounded
+from schemas.kinds import refuse_other_value, refuse_other_values
 
 _CHAIN = ("digest", "locator")
 _RUN_LEVEL = 2  # a run is an entry of a list that is a value of the document
@@ -45,7 +46,8 @@ def append_run(plan: Mapping[str, Json], run: Mapping[str, Json]) -> dict[str, J
 
 
 def verify(document: Mapping[str, Json], name: str) -> None:
-    """Check the inputs, the counts, the seal, the runs and (of a plan) the agreement of a document whose schema holds.
+    """Check the seal, the inputs, the counts, the values, the runs and (of a plan) the agreement of a document whose
+    schema holds.
 
     Raises:
         Unfaithful: naming the pointer, the count or the line that does not hold.
@@ -57,6 +59,7 @@ def verify(document: Mapping[str, Json], name: str) -> None:
         raise Unfaithful(f"{name}: /seal/locator: was changed; the sealed body is whole")
     _verify_bases(document, name)
     _verify_counts(document, name)
+    refuse_other_values(document, name)
     if document.get("format") == "dormouse.plan":
         refuse_disagreement(document, name)
     _verify_runs(document, name)
@@ -101,19 +104,37 @@ def _verify_runs(document: Mapping[str, Json], name: str) -> None:
             raise Unfaithful(f"{where}{at}: was changed after recording")
         if locator(linked, _RUN_LEVEL) != run["locator"]:
             raise Unfaithful(f"{where}/locator: was changed; the run is whole")
+        _verify_labels(document, run, where)
         _verify_predictions(document, run["measured"], where)
         previous = run["digest"]
 
 
+def _verify_labels(document: Mapping[str, Json], run: Mapping[str, Json], where: str) -> None:
+    """Each label of ``run`` is the pointer of a reading or decision, and of a rank's the rank it was measured on."""
+    for part in ("measured", "absent"):
+        for label in run[part]:
+            pointer, _, rank = label.partition(" @")
+            try:
+                item = resolve(document, pointer)
+            except KeyError:
+                item = None
+            if not (is_reading(item) or is_decision(item)):
+                raise Unfaithful(f"{where}/{part}: {label} names nothing in the plan that a run could measure")
+            place = pointer.split("/")[1:3]
+            members = document["ranks"][int(place[1])]["members"] if place[0] == "ranks" else []
+            if rank not in map(str, members or [""]):
+                raise Unfaithful(f"{where}/{part}: {label} is of no rank that the plan has there")
+
+
 def _verify_predictions(document: Mapping[str, Json], measured: Mapping[str, Json], where: str) -> None:
     for label, line in measured.items():
-        try:
-            item = resolve(document, label.split(" @")[0])
-        except KeyError:
-            raise Unfaithful(f"{where}/measured: {label} names nothing in the plan") from None
+        pointer = label.split(" @")[0]
+        item = resolve(document, pointer)
         planned = item["value"] if is_reading(item) else item["chosen"]
         if line["predicted"] != planned or any(line.get(end) != item.get(end) for end in ("low", "high")):
             raise Unfaithful(f"{where}/measured: {label}: predicted {line['predicted']}, but the plan says {planned}")
+        if is_reading(item):
+            refuse_other_value(line, pointer, f"{where}/measured")
 
 
 def locator(block: Mapping[str, Json], level: int = 0) -> str:

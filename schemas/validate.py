@@ -31,7 +31,7 @@ def refuse_other_kind(document: Json, kind: str, name: str) -> None:
     """
     found = document.get("format") if isinstance(document, dict) else None
     if found != kind:
-        known = f"a {found} document" if found in SCHEMAS else "not a Dormouse document"
+        known = f"a {found} document" if isinstance(found, str) and found in SCHEMAS else "not a Dormouse document"
         raise Unfaithful(f"{name}: /format: is {known}; {kind} was expected")
     version, versions = document.get("format_version"), SCHEMAS[kind]
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:

@@ -36,6 +36,7 @@ def body(*, rate: float = 50e9, batch: int = 4, asked: dict[str, Any] | None = N
         "name": reading("Handmade [red]CPU", "", "probed", "made by hand"),
         "rate_fp32": _assumed(rate, "FLOP/s"),
         "clock": unknown("Hz", "made by hand"),
+        "cores": reading(2, "", "probed", "made by hand"),
     }
     rate_at, batch_at, compute_at = "/fleet/devices/cpu-0/rate_fp32", "/ranks/0/batch", "/ranks/0/step/compute"
     seconds = batch * 1e9 / rate

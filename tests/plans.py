@@ -60,4 +60,5 @@ def with_values(made: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     for pointer, value in values.items():
         item = resolve(body, pointer)
         item["value" if is_reading(item) else "chosen"] = value
+        item |= {end: value for end in ("low", "high") if end in item}
     return seal(body)

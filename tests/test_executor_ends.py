@@ -9,13 +9,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import plans
-from executor import launch
+from executor import launch, run
 from executor.entry import keep
+from executor.hold import Hold
+from executor.reporter import METRICS
 from executor.run import Places, execute
 from schemas.form import render
 from schemas.store import load, write
@@ -204,6 +207,45 @@ def test_a_run_whose_plan_was_replaced_is_kept_whole_beside_it(
     assert f"{kept.relative_to(tmp_path)}; to add it: cp" in message
     assert load(path)["runs"] == []
     assert (load(kept)["seal"]["digest"], load(kept)["runs"][0]["outcome"]) == (sealed, "finished")
+
+
+def test_a_second_run_of_a_plan_or_in_its_folder_is_refused_while_one_goes_on(
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]]
+) -> None:
+    path, data = faulty(1, steps=400, settings={"log_every": 1})
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(path.read_bytes())
+    process = _started(tmp_path, path, data, FAULT="slow")
+    _until(process, "step   1/400")
+    for words in ([path, "--run-dir", "elsewhere"], [copy]):
+        done = command(tmp_path, *words, "--data", data)
+        assert done.returncode == 3 and "refused (already-running)" in done.stderr, done.stderr
+        assert f"another run (process {process.pid}) holds " in done.stderr
+    with Hold() as other:
+        assert other.take(copy) is None and other.take(tmp_path / "elsewhere" / METRICS) is None
+    process.terminate()
+    process.communicate(timeout=60)
+    assert load(path)["runs"][0]["outcome"] == "stopped" and load(copy)["runs"] == []
+
+
+def test_a_run_that_is_found_only_in_its_folder_ends_the_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, data = plans.plan(plans.corpus(tmp_path), steps=4), plans.corpus(tmp_path)
+    opened = run.Teller
+
+    def late(folder: Path, *more: object) -> object:  # both found nothing there to hold
+        folder.mkdir()
+        other.enter_context(first)
+        (folder / METRICS).touch()
+        assert first.take(folder / METRICS) is None
+        return opened(folder, *more)
+
+    monkeypatch.setattr(run, "Teller", late)
+    with ExitStack() as other:
+        first = Hold()
+        done = execute(made, Places(None, tmp_path / "run", (data,)))
+    assert done.outcome == "failed" and f"rank 0: another run (process {os.getpid()}) holds" in str(done.reason)
 
 
 def test_no_entry_that_was_kept_is_written_over(tmp_path: Path) -> None:

@@ -44,6 +44,28 @@ def test_what_changed_since_planning_is_refused(tmp_path: Path, pointer: str, va
     assert codes(plans.with_values(made, {pointer: value}), tmp_path) == [code]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("width", "wide", "the plan holds width='wide', which is no int to run with"),
+        ("width", 4, "width=4: must be within 8 and 65536"),
+        ("layers", 2.5, "the plan holds layers=2.5, which is no int to run with"),
+        ("clip", True, "the plan holds clip=True, which is no float to run with"),
+        ("ns_dtype", "auto", "the plan holds ns_dtype='auto', which is no choice to run with"),
+        ("mixer", ["kda"], "the plan holds mixer=['kda'], which is no choice to run with"),
+        ("ns_steps", None, "the plan's model tiny asks for the key ns_steps, which the plan does not hold"),
+    ],
+)
+def test_a_configuration_that_no_planner_gives_builds_nothing(tmp_path: Path, key: str, value: Any, says: str) -> None:
+    made = plans.plan(plans.corpus(tmp_path), 1, steps=2)
+    made = plans.with_values(made, {f"/workload/config/{key}": value})
+    if value is None:
+        del made["workload"]["config"][key]
+    with pytest.raises(honour.BadRank) as caught:
+        run(made, tmp_path)
+    assert says in str(caught.value)
+
+
 def test_every_reason_is_told_at_once(tmp_path: Path) -> None:
     made = plans.plan(plans.corpus(tmp_path), 1, steps=2)
     several = {"/toolchain/torch": "1.0.0", "/workload/data/sources/0/sha256": "0" * 64}

@@ -17,7 +17,7 @@ from schemas import store
 from schemas.document import reading, tally
 from schemas.form import Unfaithful, parse, render
 from schemas.seal import append_run, canonical_digest, locator, seal, verify
-from worlds import CASES, compiled, recorded_plan, run_of
+from worlds import CASES, compiled, fleet, recorded_plan, run_of
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,11 @@ def test_a_plan_with_runs_is_read_back_whole(plan: dict) -> None:
 
 def test_a_number_with_more_digits_than_are_kept_is_sealed_as_it_is_kept() -> None:
     curve = [[65536, 9.7920001e-06], [131072, 1 / 3]]
-    body = {"format": "dormouse.record", "nodes": {"n": {"c": reading(curve, "", "benchmarked", "w")}}, "x": [2 / 3]}
+    body = {
+        "format": "dormouse.record",
+        "nodes": {"n": {"loopback_curve": reading(curve, "", "benchmarked", "w")}},
+        "x": [2 / 3],
+    }
     sealed = seal(body)
     assert parse(render(sealed), "x") == sealed
     verify(parse(render(sealed), "x"), "x")
@@ -87,6 +91,16 @@ def test_a_changed_measurement_is_traced_to_its_run_and_line(plan: dict) -> None
         ("/ranks/0/members", [0, 2], "/ranks: the members are not the ranks 0 to 1, each once"),
         ("/ranks/0/devices", ["cpu-0", "cpu-7"], "/ranks/0/devices: names no device of the fleet: cpu-7"),
         ("/ranks/0/devices", ["cpu-0"], "/ranks/0/devices: has not one device for each of the members"),
+        ("/ranks/0/memory/peak/value", "much", "/ranks/0/memory/peak: much is not a number from 0"),
+        ("/ranks/0/memory/peak/value", -1, "/ranks/0/memory/peak: -1 is not a number from 0"),
+        ("/ranks/0/memory/peak/value", 1, "/ranks/0/memory/peak: is not within its own range, "),
+        ("/ranks/0/memory/peak/low", 1e300, "/ranks/0/memory/peak: its range is not one of numbers from 1e-30 to"),
+        ("/ranks/0/capability/bf16/value", 1, "/ranks/0/capability/bf16: 1 is not true or false"),
+        ("/ranks/0/rates/products/value", 0, "/ranks/0/rates/products: 0 is not a number above 0"),
+        ("/ranks/0/tokens/value", 0.5, "/ranks/0/tokens: 0.5 is not a whole number from 1"),
+        ("/fleet/devices/cpu-0/cores/value", True, "/fleet/devices/cpu-0/cores: True is not a whole number from 1"),
+        ("/fleet/devices/cpu-0/name/value", [], "/fleet/devices/cpu-0/name: [] is not a text"),
+        ("/toolchain/torch/value", 2.13, "/toolchain/torch: 2.13 is not a text"),
         ("/format_version", 2, "/format_version: 2 is newer than this Dormouse reads (up to 1)"),
         ("/format_version", 0, "/format_version: 0 is no version"),
         ("/format", "dormouse.record", "/format: is a dormouse.record document; dormouse.plan was expected"),
@@ -115,6 +129,47 @@ def test_a_run_that_quotes_another_prediction_is_found(plan: dict) -> None:
     run["measured"]["/step/seconds"]["predicted"] = 0.001
     message = _message(render(append_run(base, run)))
     assert "/runs/0/measured: /step/seconds: predicted 0.001, but the plan says" in message
+
+
+@pytest.mark.parametrize(
+    ("part", "label", "says"),
+    [
+        ("measured", "/ranks", "/ranks names nothing in the plan that a run could measure"),
+        ("absent", "/step/nothing", "/step/nothing names nothing in the plan that a run could measure"),
+        ("measured", "/ranks/0/step/compute @7", "/ranks/0/step/compute @7 is of no rank that the plan has there"),
+        ("measured", "/ranks/0/step/compute", "/ranks/0/step/compute is of no rank that the plan has there"),
+        ("absent", "/step/seconds @0", "/step/seconds @0 is of no rank that the plan has there"),
+        ("measured", "/step/seconds", "/step/seconds: fast is not a number from 0"),
+    ],
+)
+def test_a_run_measures_what_the_plan_has_on_the_rank_that_has_it(part: str, label: str, says: str) -> None:
+    base = compiled()
+    run = run_of(base)
+    line = {**run["measured"]["/step/seconds"], "value": "fast"}
+    run[part] = {label: line if part == "measured" else "not timed"}
+    assert f"/runs/0/{part}: {says}" in _message(render(append_run(base, run)))
+
+
+@pytest.mark.parametrize(
+    ("pointer", "value", "says"),
+    [
+        ("/devices/GPU-0/rate_bf16", -1e12, "-1000000000000.0 is not a number above 0"),
+        ("/devices/GPU-0/sm", "eight", "eight is not a compute capability, as in 8.6"),
+        ("/devices/GPU-0/pcie_width_current", 1e6, "1000000.0 is not a whole number from 1 to 64"),
+        ("/toolchain/arch_list", ["8.6", 9], "['8.6', 9] is not a list of compute capabilities"),
+        ("/nodes/node-5bce98f7/loopback_curve", [[2, 1.0], [1, 2.0]], "is not a curve of two numbers a row"),
+    ],
+)
+def test_a_record_whose_numbers_are_none_is_found(pointer: str, value: Any, says: str) -> None:
+    made = fleet(1e14)
+    (node,) = made["nodes"]
+    *folders, last = pointer.replace("node-5bce98f7", node).split("/")[1:]
+    place = made
+    for key in folders:
+        place = place[key]
+    place[last] = reading(value, "", "declared", "made up")
+    with pytest.raises(Unfaithful, match=re.escape(says)):
+        verify(seal(made), "record.json")
 
 
 def test_a_run_taken_out_of_the_middle_is_found(plan: dict) -> None:

@@ -18,8 +18,8 @@ _LANE_BITS[6] = 64e9 * 242 / 256
 
 
 def lane_rate(generation: int) -> float:
-    """Bytes a second of one lane of a PCI Express ``generation``. Raises KeyError for one that is not listed."""
-    return _LANE_BITS[generation] / 8
+    """Bytes a second of one lane of a PCI Express ``generation``; of one newer than listed, the newest listed's."""
+    return _LANE_BITS[min(generation, max(_LANE_BITS))] / 8
 
 
 def ring_volume(payload: float, ranks: int) -> float:

@@ -210,6 +210,18 @@ def record_unwritable(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         )
 
 
+def already_running(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    held = facts["ranks"][0].get("held") if facts["ranks"] else None
+    if held:
+        yield Refusal(
+            "already-running",
+            f"a run of the plan with seal {plan['seal']['digest'][:12]}",
+            held,
+            "two runs at once would take each other's devices, and write over each other's metrics and checkpoints",
+            "wait for its end, or end it by SIGTERM, which saves; beside it runs a copy of the plan with --run-dir DIR",
+        )
+
+
 def _resume(facts: Facts) -> Json:
     """What rank 0 found to go on from, where that was asked for."""
     return facts["ranks"][0].get("resume") if facts["ranks"] else None

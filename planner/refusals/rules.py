@@ -98,6 +98,7 @@ RULES: tuple[Rule, ...] = (
     Rule("data-changed", "start", "other bytes than the ones planned", refusals_run.data_changed),
     Rule("nccl-missing", "start", "CUDA ranks without NCCL: never a fallback to gloo", refusals_run.nccl_missing),
     Rule("record-unwritable", "start", "a plan that the run could not be recorded in", refusals_run.record_unwritable),
+    Rule("already-running", "start", "a second run at once of a plan, or in a folder", refusals_run.already_running),
     Rule("nothing-to-resume", "start", "--resume where no checkpoint is whole", refusals_run.nothing_to_resume),
     Rule("resume-other-plan", "start", "--resume from another plan's checkpoint", refusals_run.resume_other_plan),
     Rule("smoke-failed", "running", "the discarded first step fails or is not finite", refusals_run.smoke_failed),
