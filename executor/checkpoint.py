@@ -116,10 +116,14 @@ def complete(made: Path, folder: Path, facts: Mapping[str, Json], files: Mapping
 
 def no_room_reason(folder: Path, model: nn.Module) -> str | None:
     """Why ``folder``, which need not exist yet, could not hold ``model``; None where there is room for it."""
-    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    needed = sum(tensor.nbytes for tensor in tensors_of(model).values())
-    free = shutil.disk_usage(nearest).free
+    needed, free = sum(tensor.nbytes for tensor in tensors_of(model).values()), free_bytes(folder)
     return None if free >= needed else f"the trained model takes {needed} bytes; {free} are free there"
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free where ``folder``, which need not exist yet, would lie."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    return shutil.disk_usage(nearest).free
 
 
 def load(folder: Path) -> tuple[dict[str, Json], dict[str, Tensor]]:

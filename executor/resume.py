@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from executor import checkpoint
 from executor.build import Optimizers
 from executor.checkpoint import MODEL, BadCheckpoint
-from executor.loop import Progress
+from executor.loop import Progress, RunFailed
 from executor.meeting import Meeting
 from executor.stopping import Stopping
 from schemas.form import Json
@@ -38,15 +38,11 @@ _FACTS = ("id", "line", "steps", "plan", "ranks", "progress")
 Value = TypeVar("Value")
 
 
-class NotKept(Exception):
-    """A checkpoint that some rank could not write; every rank raises it."""
-
-
 @dataclass
 class Keeper:
     """Saves the ranks' parts of a run together: ``count`` checkpoints of the ``line`` are kept, with ``facts`` in each.
 
-    ``newest`` is the step of the newest whole one, ``fault`` why one after it was not kept.
+    ``newest`` is the step of the newest whole one.
     """
 
     run_dir: Path
@@ -60,12 +56,13 @@ class Keeper:
     device: torch.device
     facts: Mapping[str, Json]
     newest: int | None = None
-    fault: str | None = field(default=None, init=False)
 
     def save(self, progress: Progress) -> str:
         """Keep a checkpoint after so many steps, on all ranks or on none; gives the line that tells of it.
 
-        One that cannot be written ends nothing: the one before it is still there. Raises RankFailed.
+        Raises:
+            RunFailed: on every rank, where one could not write its part; the checkpoint before it is whole still.
+            RankFailed: a rank did not come.
         """
         name = f"{self.line}-{progress.steps:010}"
         folder = self.run_dir / FOLDER / name
@@ -75,25 +72,26 @@ class Keeper:
             rows = self._together(lambda: self._write(made))
             files = {file: row for part in rows for file, row in part.items()}
             self._together(lambda: self._complete(made, folder, progress, files))
-        except NotKept as error:
-            self.fault = f"left no checkpoint of step {progress.steps} ({error})"
+        except RunFailed as error:
             if self.rank == 0:
                 shutil.rmtree(made, ignore_errors=True)
-            return self.fault
-        self.newest, self.fault = progress.steps, None
+            raise RunFailed(f"{error}: the checkpoint of step {progress.steps} could not be kept") from None
+        self.newest = progress.steps
         return f"a checkpoint of step {progress.steps} is in {folder}"
 
     def _together(self, job: Callable[[], Value]) -> list[Value]:
-        """What ``job`` gives on each rank. Raises NotKept on all where it failed on one."""
+        """What ``job`` gives on each rank. Raises RunFailed on all where it failed on one."""
         value, fault = None, None
         try:
             value = job()
-        except (OSError, BadCheckpoint) as error:
+        except OSError as error:
+            fault = f"rank {self.rank}: {error.strerror or error}"
+        except BadCheckpoint as error:
             fault = f"rank {self.rank}: {error}"
         found = self.meeting.gather({"value": value, "fault": fault}, over=self.stopping.overdue)
         faults = [row["fault"] for row in found if row["fault"] is not None]
         if faults:
-            raise NotKept("; ".join(faults))
+            raise RunFailed("; ".join(faults))
         return [row["value"] for row in found]
 
     def _begin(self, made: Path) -> None:
@@ -140,6 +138,14 @@ def newest(run_dir: Path) -> dict[str, Json]:
         chosen = {key: document[key] for key in ("id", "line", "steps", "plan", "ranks")}
         return {"at": str(run_dir / FOLDER), "passed": passed, "chosen": {"name": folder.name, **chosen}}
     return {"at": str(run_dir / FOLDER), "passed": passed, "chosen": None}
+
+
+def room(run_dir: Path, line: str | None) -> dict[str, Json]:
+    """Where checkpoints of the run in ``run_dir`` would lie, the bytes free there, and those that checkpoints of
+    ``line`` hold already, as a fact for the refusals."""
+    at = run_dir / FOLDER
+    held = [path for folder in _found(run_dir) if folder.name.rpartition("-")[0] == line for path in folder.iterdir()]
+    return {"at": str(at), "free": checkpoint.free_bytes(at), "held": sum(path.stat().st_size for path in held)}
 
 
 def lying(run_dir: Path) -> str | None:

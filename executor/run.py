@@ -145,8 +145,7 @@ class _Run:
     def _honour(self) -> None:
         """Gather facts, judge, build, smoke, judge. No process group yet: it comes when the plan is honoured."""
         row = honour.own_facts(self.plan["seal"]["digest"], self.rank, self._open)
-        found = resume.newest(self.places.run_dir) if self.places.resume and self.rank.rank == 0 else None
-        mine = {**row, "run": self.name, "resume": found, "held": self._held()}
+        mine = {**row, "run": self.name, "held": self._held(), **self._lying()}
         self.rows = honour.agree(self.plan, self.meeting, mine, self._unrecordable())
         self.name = self.rows[0]["run"]  # one name, whichever rank records it
         self.ran = self._smoke()
@@ -159,6 +158,16 @@ class _Run:
         places = [self.places.run_dir / METRICS]
         places += [] if self.places.record is None else [self.places.record]
         return next(filter(None, map(self.hold.take, places)), None)
+
+    def _lying(self) -> dict[str, Json]:
+        """What rank 0 finds in the run's folder: a checkpoint to go on from, where that is asked for, and the room for
+        those to come, where any are planned."""
+        if self.rank.rank != 0:
+            return {"resume": None, "room": None}
+        found = resume.newest(self.places.run_dir) if self.places.resume else None
+        line = found["chosen"]["line"] if found is not None and found["chosen"] is not None else None
+        room = resume.room(self.places.run_dir, line) if self.work.config.get("checkpoint_every", 0) else None
+        return {"resume": found, "room": room}
 
     def _unrecordable(self) -> str | None:
         try:
@@ -332,12 +341,11 @@ class _Run:
             mine = self._measured()
             gathered = self._gathered(mine) if agreed else None
             lost = self._keep_model() if outcome == "finished" and self._keeps_model() else None
-            unsaved = None if self.keeper is None else self.keeper.fault
             if outcome == "failed" and self.keeper is not None and self.keeper.newest is not None:
                 self.reporter.say(f"--resume goes on after step {self.keeper.newest}")
             self.reporter.close()
             speaks = self.rank.rank == 0 if gathered is not None else self.meeting.speaks(_CULPRIT_SECONDS)
-            entry, notice = None, "; it ".join(filter(None, (unsaved, lost))) or None
+            entry, notice = None, lost
             if speaks:
                 entry = self._entry(outcome, reason, {self.rank.rank: mine} if gathered is None else gathered)
                 if self.places.record is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import time
@@ -20,10 +21,12 @@ import ranks
 from executor import checkpoint, loop
 from executor.run import Outcome, Places, execute
 from executor.stopping import ECHO_SECONDS, Stopping
+from planner.refusals.of_runs import checkpoint_bytes
 from planner.refusals.rules import Refused
 from schemas.form import render
 from schemas.seal import append_run
 from schemas.store import load
+from test_executor_command import command, written
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes for all
 
@@ -70,6 +73,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
+def weight(folder: Path) -> int:
+    """Bytes of the files of the one checkpoint there."""
+    (name,) = names(folder)
+    return sum(path.stat().st_size for path in (folder / "checkpoints" / name).iterdir())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, case: str) -> None:
     plan = planned(tmp_path, **CASES[case])
@@ -78,6 +87,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, ca
     straight, losses = one(plan, tmp_path / "straight")
     first, before = one(plan, tmp_path / "run", stop=HALF - 1)
     assert (first.outcome, first.reason) == ("stopped", "SIGTERM after 10 steps; --resume goes on after step 10")
+    assert 0 < checkpoint_bytes(plan) - weight(tmp_path / "run") < 2**16
     second, after = one(plan, tmp_path / "run", resume=True)
     assert (straight.outcome, second.outcome) == ("finished", "finished"), second.reason
     assert before + after == losses and len(before) == HALF
@@ -106,6 +116,7 @@ def test_ranks_that_were_stopped_go_on_as_if_they_had_not_been(
     first = ranks.run(plan, data, tmp_path / "run", on=on, stop=(stopped, HALF - 2))
     assert [result["outcome"] for result in first] == ["stopped"] * len(on), first[0]["reason"]
     assert first[0]["entry"]["steps"] == HALF
+    assert weight(tmp_path / "run") < checkpoint_bytes(plan) < 1.5 * weight(tmp_path / "run")
     second = ranks.run(plan, data, tmp_path / "run", on=on, resume=True)
     assert [result["outcome"] for result in second] == ["finished"] * len(on), second[0]["reason"]
     for rank in range(len(on)):
@@ -232,23 +243,61 @@ def test_a_run_from_the_start_says_what_it_leaves_and_removes_none_of_it(
     assert set(before) < set(names(folder)) and len(names(folder)) == 4
 
 
-def test_a_checkpoint_that_finds_no_room_ends_nothing_and_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("full", ["of one rank's part", "of a file in its middle"])
+def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_whole_checkpoint(
+    kept: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], full: str
 ) -> None:
-    plan = planned(tmp_path, steps=7, checkpoint_every=3)
-    write = checkpoint.write
+    plan, folder = kept
+    straight, run_dir = left(folder), folder.parent / "full"
+    write, limits, reason = checkpoint.write, resource.getrlimit(resource.RLIMIT_FSIZE), "File too large"
 
-    def full(path: Path, tensors: Any) -> Any:
-        if path.name == "rank-0.safetensors" and "-0000000006" in path.parent.name:
+    def no_space(path: Path, tensors: Any) -> Any:
+        if path.name == "rank-0.safetensors" and "-0000000004" in path.parent.name:
             raise OSError(28, "No space left on device")
         return write(path, tensors)
 
-    monkeypatch.setattr(checkpoint, "write", full)
-    done, losses = one(plan, tmp_path / "run")
-    assert (done.outcome, len(losses)) == ("finished", 7)
-    assert done.notice == "left no checkpoint of step 6 (rank 0: [Errno 28] No space left on device)"
-    (name,) = names(tmp_path / "run")
-    assert name.endswith("-0000000003")
+    def observe(step: int, loss: float, model: Any) -> None:
+        if step == 2 and full == "of a file in its middle":  # the system's own word, in the midst of a write
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+
+    if full == "of one rank's part":
+        monkeypatch.setattr(checkpoint, "write", no_space)
+        reason = "No space left on device"
+    try:
+        done = execute(plan, Places(None, run_dir, (folder.parent / plans.CORPUS,)), observe=observe)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        monkeypatch.undo()
+    assert done.reason == f"rank 0: {reason}: the checkpoint of step 4 could not be kept"
+    assert (done.outcome, done.entry and done.entry["steps"]) == ("failed", 4)
+    assert "dormouse: --resume goes on after step 2\n" in capfd.readouterr().err
+    assert [path.name[-3:] for path in (run_dir / "checkpoints").iterdir()] == ["002"]
+    assert one(plan, run_dir, resume=True)[0].outcome == "finished" and left(run_dir) == straight
+
+
+def test_a_disk_that_cannot_hold_the_planned_checkpoints_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Through the command: no disk here holds a million of them."""
+    path, data = written(tmp_path, 1, settings={"checkpoint_every": 2, "keep_checkpoints": 10**6})
+    done = command(tmp_path, path, "--data", data)
+    assert done.returncode == 3 and "refused (checkpoints-no-room)" in done.stderr, done.stderr
+    assert all(part in done.stderr for part in ("found:", "why:", "to fix:", "--run-dir DIR", "keep_checkpoints=N"))
+    assert not list(tmp_path.glob("runs/*")) and load(path)["runs"] == []
+
+
+@pytest.mark.parametrize(("spare", "resume"), [(0, False), (-1, False), (0, True), (-1, True)])
+def test_room_for_one_checkpoint_more_than_are_kept_is_enough_and_those_there_already_count(
+    kept: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch, spare: int, resume: bool
+) -> None:
+    plan, folder = kept
+    held = sum(file.stat().st_size for file in (folder / "checkpoints").glob("*/*")) if resume else 0
+    free = 3 * checkpoint_bytes(plan) - held + spare
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    if spare:
+        with pytest.raises(Refused, match="checkpoints-no-room"):
+            one(plan, folder, resume=resume)
+    else:
+        assert one(plan, folder, resume=resume)[0].outcome == "finished"
 
 
 def test_a_run_that_fails_keeps_its_newest_checkpoint_and_says_so(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from shlex import quote
 
+from planner.passes.cost import MASTER_BYTES, TABLES_BYTES
 from planner.passes.layout import device_pointer
 from planner.passes.legality import sm, sm_name
 from planner.passes.likeness import node_count
@@ -16,6 +17,8 @@ from schemas.form import Json
 Facts = Mapping[str, Json]
 _GIB = 2**30
 _REPLAN = "plan this machine as it is now: dormouse-plan, with the options of the plan's request"
+
+_BESIDE = 2**16
 
 # Parts of the toolchain that affect every run; a kernel's or mechanism's own packages are added by the plan's choices.
 _ALWAYS = ("torch",)
@@ -250,6 +253,43 @@ def resume_other_plan(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             "its state is of other work or of another split, and what came of it would be neither plan's",
             "give the plan that it was saved under, or the folder of this plan's run: --run-dir DIR",
         )
+
+
+def checkpoints_no_room(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    room = facts["ranks"][0].get("room") if facts["ranks"] else None
+    if room is None:
+        return
+    kept, one = plan["workload"]["config"]["keep_checkpoints"]["chosen"], checkpoint_bytes(plan)
+    needed = (kept + 1) * one - room["held"]
+    if needed > room["free"]:
+        beside = f", beside {size(room['held'])} of them there already" if room["held"] else ""
+        yield Refusal(
+            "checkpoints-no-room",
+            f"to keep {kept} checkpoint{'s' if kept != 1 else ''} of {size(one)} each",
+            f"{size(room['free'])} free where {room['at']} would lie{beside}",
+            f"a new one is written whole before the oldest goes, which takes {size(needed)}: the run would fail at one",
+            f"free {size(needed - room['free'])}, name a folder with room (--run-dir DIR), or plan fewer of them: "
+            "--set keep_checkpoints=N, or checkpoint_every=0 for none but where the run is stopped",
+        )
+
+
+def checkpoint_bytes(plan: Facts) -> int:
+    """Bytes of one checkpoint of ``plan``, by its readings: every parameter in fp32 and what the optimizers keep.
+
+    What all ranks hold alike is written once, momentum by the rank that owns it; of alike ranks, all are taken to own
+    as much as the one that owns most. Names, places and generators are `_BESIDE`.
+    """
+    parameters, ranks = plan["workload"]["parameters"], plan["ranks"]
+    momentum = sum(_reading(entry, "muon_momentum") * len(entry["members"]) for entry in ranks)
+    moved = "tables" in parameters and "tables_state" not in ranks[0]["memory"]  # hosted, with the tables
+    tables: float = parameters["tables"]["value"] * TABLES_BYTES if moved else _reading(ranks[0], "tables_state")
+    shared: float = parameters["total"]["value"] * MASTER_BYTES + _reading(ranks[0], "adamw_state")
+    return round(shared + tables + momentum + _BESIDE)
+
+
+def _reading(entry: Facts, component: str) -> float:
+    found = entry["memory"].get(component)
+    return 0.0 if found is None or found["value"] is None else float(found["value"])
 
 
 def _ranks(count: int) -> str:

@@ -101,6 +101,12 @@ RULES: tuple[Rule, ...] = (
     Rule("already-running", "start", "a second run at once of a plan, or in a folder", refusals_run.already_running),
     Rule("nothing-to-resume", "start", "--resume where no checkpoint is whole", refusals_run.nothing_to_resume),
     Rule("resume-other-plan", "start", "--resume from another plan's checkpoint", refusals_run.resume_other_plan),
+    Rule(
+        "checkpoints-no-room",
+        "start",
+        "a disk that cannot hold the planned checkpoints",
+        refusals_run.checkpoints_no_room,
+    ),
     Rule("smoke-failed", "running", "the discarded first step fails or is not finite", refusals_run.smoke_failed),
     Rule("kernel-differs", "running", "another kernel ran than the one planned", refusals_run.kernel_differs),
     Rule("dtype-differs", "running", "the products had another dtype than planned", refusals_run.dtype_differs),
