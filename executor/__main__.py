@@ -20,9 +20,12 @@ import importlib.util
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from executor import launch, voice
+
+if TYPE_CHECKING:
+    from executor.run import Outcome, Places
 
 HOME = Path(HOME_TEXT)
 USAGE, REFUSED, FAILED = 2, 3, 4
@@ -129,18 +132,25 @@ def _run(plan: dict[str, Any], options: argparse.Namespace) -> int:
         resume=options.resume,
     )
     try:
-        done = execute(plan, places)
+        done = execute(plan, places, leave=lambda done: launch.vanish(_ended(done, places, rank)))
     except Refused as error:
         return launch.leave_code(rank, _end(error.text(), REFUSED), agreed=True)
     except BadRank as error:
         return launch.leave_code(rank, _end(str(error), USAGE), agreed=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # the run is over and recorded: only its message is left
         signal.signal(number, signal.SIG_IGN)
+    return _ended(done, places, rank)
+
+
+def _ended(done: Outcome, places: Places, rank: int) -> int:
+    """Tell how the run ended, once for all ranks, and give this rank's exit code."""
     code = FAILED if done.outcome != "finished" or done.notice is not None else 0
     if done.speaks:
         cause = done.outcome if done.reason is None else f"{done.outcome}: {done.reason}"
         recorded = f": recorded in {places.record}" if done.reason is None else ""
         _tell(f"{cause}{recorded}" if done.notice is None else f"{cause}, but the run {done.notice}")
+        if done.newest is not None:
+            voice.say(f"--resume goes on after step {done.newest}")
     return launch.leave_code(rank, code, done.agreed)
 
 

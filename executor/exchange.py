@@ -45,12 +45,12 @@ class Exchanged:
 
 class Reducer:
     """The state of the hook. ``seen`` is renewed by `begin` before each backward; ``entered`` is when (monotonic) this
-    rank last handed a bucket over."""
+    rank last handed a bucket over, ``handed`` how many it has handed over in all."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: str, clock: Clock) -> None:
         self.group, self.dtype, self.clock = group, DTYPES[dtype], clock
         self.seen = Exchanged()
-        self.entered = 0.0
+        self.entered, self.handed = 0.0, 0
 
     def begin(self) -> None:
         self.seen = Exchanged()
@@ -72,7 +72,7 @@ def wrap(model: nn.Module, reducer: Reducer, bucket_bytes: int) -> DistributedDa
 def reduce_bucket(reducer: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Sum one bucket over the ranks, in the reduce dtype where that is narrower, and give it back in its own."""
     seen: Exchanged = reducer.seen
-    reducer.entered = time.monotonic()
+    reducer.entered, reducer.handed = time.monotonic(), reducer.handed + 1
     gradients: Tensor = bucket.buffer()
     narrower = reducer.dtype.itemsize < gradients.dtype.itemsize
     sent = gradients.to(reducer.dtype) if narrower else gradients

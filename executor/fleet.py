@@ -9,6 +9,7 @@ run soon.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from executor.owners import Sharing
 from executor.slices import ExchangeSlice, RankSlice
 
 SETUP_TIMEOUT = timedelta(minutes=30)
-STEP_TIMEOUT = timedelta(seconds=30)
+STEP_TIMEOUT = timedelta(seconds=20)
+"""What a rank waits for another in a step, beyond the time that the plan says the step takes."""
+UNKNOWN_STEP_SECONDS = 60.0
 
 Forward = Callable[[Tensor, Tensor], Tensor]
 
@@ -61,6 +64,7 @@ class Fleet(Protocol):
     def exchanged(self) -> Exchanged | None: ...
     def owners_bytes(self) -> int | None: ...
     def waited(self) -> float: ...
+    def came(self) -> int: ...
     def wait(self) -> None: ...
     def close(self) -> None: ...
 
@@ -105,6 +109,9 @@ class Alone:
     def waited(self) -> float:
         return 0.0
 
+    def came(self) -> int:
+        return 0
+
     def wait(self) -> None:
         return
 
@@ -113,27 +120,34 @@ class Alone:
 
 
 class Ranks:
-    """Several ranks over one backend."""
+    """Several ranks over one backend. ``watched``: a card's queue that hangs is found by the run's own watch, which
+    records it; torch, which would end the process, keeps out."""
 
-    def __init__(self, rank: RankSlice, token_weight: float, plan: ExchangeSlice, clock: Clock, store: Any) -> None:
+    def __init__(
+        self, rank: RankSlice, token_weight: float, plan: ExchangeSlice, clock: Clock, store: Any, watched: bool = False
+    ) -> None:
         self.rank, self.size, self.token_weight, self._plan = rank.rank, rank.size, token_weight, plan
         self._device = device_of(rank.kind)
+        on_card, watched = rank.kind == "cuda", watched and rank.kind == "cuda"
+        if watched:
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         dist.init_process_group(
             plan.backend,
             store=PrefixStore("groups", store),
             rank=rank.rank,
             world_size=rank.size,
             timeout=SETUP_TIMEOUT,
-            device_id=self._device if rank.kind == "cuda" else None,
+            device_id=self._device if on_card else None,
         )
-        self.deadline = STEP_TIMEOUT.total_seconds()
-        """Seconds that a rank waits for another in a step's collective."""
-        group = dist.new_group(timeout=STEP_TIMEOUT)
+        longest = UNKNOWN_STEP_SECONDS if plan.step_seconds is None else plan.step_seconds
+        self.deadline = STEP_TIMEOUT.total_seconds() + round(longest)
+        """Seconds that a rank waits for another in a step."""
+        group = dist.new_group(timeout=SETUP_TIMEOUT if watched else timedelta(seconds=self.deadline))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._reducer = Reducer(group, plan.reduce_dtype, clock)
         self._sharing: Sharing | None = None
-        self._entered = time.monotonic()
+        self._entered, self._came = time.monotonic(), 0
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward:
         """``model`` under DDP. Weights become rank 0's: unlike processors may draw other initial values of one seed."""
@@ -208,8 +222,12 @@ class Ranks:
         least."""
         return time.monotonic() - max(self._entered, self._reducer.entered)
 
+    def came(self) -> int:
+        """How many collectives this rank came to: of ranks that hang, who came to the fewest holds the others up."""
+        return self._came + self._reducer.handed
+
     def _enter(self) -> None:
-        self._entered = time.monotonic()
+        self._entered, self._came = time.monotonic(), self._came + 1
 
     def wait(self) -> None:
         """Until all ranks are here, with the generous deadline: after warm-up, and while rank 0 evaluates."""

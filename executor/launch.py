@@ -45,6 +45,8 @@ def environment(environ: Mapping[str, str], threads: int | None, home: Path) -> 
     """
     kept = {name: text for name, text in environ.items() if name not in _OWN and not name.startswith(_OWN_PREFIXES)}
     kept |= {GUARD: "1", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(threads or 1)}
+    # Else torchrun warns that it ends the other ranks before these have told the cause.
+    kept.setdefault("TORCH_LOGS", "-torch.distributed.elastic")
     here = os.path.realpath(os.getcwd())
     path = [place for place in map(os.path.realpath, sys.path) if place != here]
     if os.path.realpath(home) not in path:

@@ -58,9 +58,11 @@ class Meter:
         self._first, self._exchanged, self._start = first, exchanged, start
         self._moments: list[Moment] = []
         self._step = 0
+        self.under_way: int | None = None
+        """The step that is neither done nor skipped yet, counted from 0."""
 
     def begin(self, step: int) -> None:
-        self._step = step - self._start
+        self.under_way, self._step = step, step - self._start
         self.probe.begin(self._step)
         self._moments = [self.clock.now()]
 
@@ -81,6 +83,7 @@ class Meter:
 
     def end(self, owners_bytes: int | None) -> None:
         self.clock.settle()
+        self.under_way = None
         self.probe.end()
         if self._step < self._first or self.probe.disturbs(self._step):
             return
@@ -91,6 +94,7 @@ class Meter:
     def skipped(self) -> None:
         """The step was not applied: it is no sample."""
         self.clock.settle()
+        self.under_way = None
         self.probe.end()
 
     def step_seconds(self) -> float:

@@ -7,10 +7,11 @@ import re
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,13 +25,15 @@ from executor.fleet import Alone, Fleet, Forward, Ranks, abandon, fingerprint
 from executor.hold import Hold, InUse
 from executor.launch import Terminated
 from executor.loop import Observe, Progress, RunFailed, Stopped, Training, train
-from executor.meeting import RankFailed, meet
+from executor.meeting import RankFailed, Word, meet
 from executor.meter import Meter
 from executor.models.presets import TINY
 from executor.peaks import pressure, probe, storage_bytes
 from executor.reporter import METRICS, Mute, Reporter, Teller
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
 from executor.stopping import Stopping
+from executor.watch import PATIENCE_SECONDS, Peers, Watch, keep_stacks, main_is_at, within
+from executor.watch import identity as own_process
 from planner.door import BadWorkload
 from planner.refusals.rules import Refused
 from schemas.form import Json, Unfaithful
@@ -40,6 +43,8 @@ _LATE = re.compile("timed out|timeout", re.I)  # words of a collective whose dea
 _LOST = re.compile(f"gloo|nccl|connection|{_LATE.pattern}", re.I)  # and of one whose other end is gone
 _CULPRIT_SECONDS = 3.0  # a rank that fails by itself says so before its connections close
 _GATHER_SECONDS = 20.0  # ranks that left the loop together come within a moment, or not at all
+_GIVEN_SECONDS = PATIENCE_SECONDS + 1.5  # and those that end each by itself leave what they measured, or not at all
+_READ_SECONDS = 2.0  # what a card whose queue hangs has to answer
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class Places:
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended. ``agreed``: all ranks know it. ``speaks``: this rank is the one that recorded the end and tells
-    it, rank 0 as long as it lives; ``entry`` is its record, ``notice`` a fault in that."""
+    it, rank 0 as long as it lives; ``entry`` is its record, ``notice`` a fault in that. ``newest``: the step after
+    which a failed run can go on."""
 
     outcome: str
     reason: str | None
@@ -65,13 +71,22 @@ class Outcome:
     model: nn.Module
     entry: dict[str, Json] | None = None
     notice: str | None = None
+    newest: int | None = None
 
 
-def execute(plan: Mapping[str, Json], places: Places, *, observe: Observe | None = None) -> Outcome:
+def execute(
+    plan: Mapping[str, Json],
+    places: Places,
+    *,
+    observe: Observe | None = None,
+    leave: Callable[[Outcome], NoReturn] | None = None,
+) -> Outcome:
     """Run this process's rank of ``plan``, by RANK and WORLD_SIZE of the environment.
 
     Args:
         observe: told (step, the fleet's loss, the model) after each step.
+        leave: ends the process. With it, a rank of several that hangs is ended from beside, in another thread, and
+            the one that tells the end ends those that no longer hear.
 
     Raises:
         Refused: the plan cannot be honoured here; every rank raises it.
@@ -81,7 +96,7 @@ def execute(plan: Mapping[str, Json], places: Places, *, observe: Observe | None
     refusals = early.refusals(plan, found)
     if refusals:
         raise Refused(refusals)
-    return _Run(plan, places, int(os.environ.get("RANK", "0")), observe).run()
+    return _Run(plan, places, int(os.environ.get("RANK", "0")), observe, leave).run()
 
 
 @contextmanager
@@ -101,8 +116,15 @@ def _undisturbed() -> Iterator[None]:
 class _Run:
     """The parts of one run as they come to be; each is made from its slice of the plan."""
 
-    def __init__(self, plan: Mapping[str, Json], places: Places, rank: int, observe: Observe | None) -> None:
-        self.plan, self.places, self.observe, self.start = plan, places, observe, now()
+    def __init__(
+        self,
+        plan: Mapping[str, Json],
+        places: Places,
+        rank: int,
+        observe: Observe | None,
+        leave: Callable[[Outcome], NoReturn] | None,
+    ) -> None:
+        self.plan, self.places, self.observe, self.leave, self.start = plan, places, observe, leave, now()
         self.name = identity(self.start)
         self.rank, self.work = rank_slice(plan, rank), work_slice(plan)
         self.data, self.exchange = data_slice(plan, rank), exchange_slice(plan)
@@ -115,6 +137,8 @@ class _Run:
         self.stopping = Stopping(self.meeting.anyone_ended)
         self.keeper: resume.Keeper | None = None
         self.hold = Hold()
+        self.peers = Peers(rank, [])
+        self.failed = False
 
     def run(self) -> Outcome:
         with self.hold, self.stopping.listening():
@@ -139,14 +163,15 @@ class _Run:
                 outcome, reason, agreed = self._stopped(stop)
         except (Exception, SystemExit) as error:  # told, recorded, kept with its traceback: nothing is swallowed
             with _undisturbed():
-                outcome, reason, agreed = "failed", self._cause(error), False
+                (outcome, reason), agreed = self._ended_by(error), False
         return self._finish(outcome, reason, agreed)
 
     def _honour(self) -> None:
         """Gather facts, judge, build, smoke, judge. No process group yet: it comes when the plan is honoured."""
         row = honour.own_facts(self.plan["seal"]["digest"], self.rank, self._open)
-        mine = {**row, "run": self.name, "held": self._held(), **self._lying()}
+        mine = {**row, "run": self.name, "process": own_process(), "held": self._held(), **self._lying()}
         self.rows = honour.agree(self.plan, self.meeting, mine, self._unrecordable())
+        self.peers = Peers(self.rank.rank, [row["process"] for row in self.rows])
         self.name = self.rows[0]["run"]  # one name, whichever rank records it
         self.ran = self._smoke()
         honour.agree_on_smoke(self.plan, self.meeting, self.ran)
@@ -231,9 +256,33 @@ class _Run:
             self.rank.dtype, self.device, self.stopping, self.keeper.save,
         )  # fmt: skip
         self.fleet.wait()
-        with self.stopping.training():
+        with self.stopping.training(), self._watched(self.meter):
             train(parts, self.work, self.data, self.progress, self.observe)
         self.fleet.close()
+
+    def _watched(self, meter: Meter) -> AbstractContextManager[Any]:
+        if self.leave is None:
+            return nullcontext()
+        deadline = self.fleet.deadline if self.rank.kind == "cuda" and self.rank.size > 1 else None
+        return Watch(
+            self.meeting, self.peers, lambda: meter.under_way, self.stopping.insisted, deadline, self._taken
+        )  # fmt: skip
+
+    def _taken(self, stopped: str | None) -> None:
+        """End this rank, whose own thread hangs, from beside; ``stopped`` is the signal that asked for it twice."""
+        assert self.leave is not None
+        keep_stacks(self._traceback_file())
+        self.meeting.end(Word(self.fleet.waited(), self.fleet.came(), main_is_at(), stopped))
+        silence = None if self.peers.gone() else self._late()
+        outcome, reason = "failed", self.meeting.culprit(_CULPRIT_SECONDS, silence)
+        if (name := self.meeting.stopped()) is not None and (reason is None or stopped):
+            outcome, reason = "stopped", self._halted(name)
+        elif reason is None:
+            reason = (
+                f"all ranks: step {self.progress.steps + 1}'s exchange did not end within {self.fleet.deadline:g} s, "
+                "though every rank came to it: a device or the link between two hangs (NCCL_P2P_DISABLE=1 may help)"
+            )
+        self.leave(self._finish(outcome, reason, False, hangs=True))
 
     def _go_on(self) -> resume.Keeper:
         """From the checkpoint that rank 0 chose, where one was asked for; gives what keeps those to come."""
@@ -259,7 +308,8 @@ class _Run:
     def _fleet(self) -> Fleet:
         if self.rank.size == 1:
             return Alone()
-        return Ranks(self.rank, self.data.token_weight, self.exchange, self.clock, self.store)
+        watched = self.leave is not None
+        return Ranks(self.rank, self.data.token_weight, self.exchange, self.clock, self.store, watched)
 
     def _check_reduced(self) -> None:
         """The bytes reduced and their dtype are the planned ones, on every rank or on none. Raises RunFailed."""
@@ -281,12 +331,13 @@ class _Run:
 
     def _stopped(self, stop: BaseException) -> tuple[str, str, bool]:
         """A signal: the user's to every rank, or torchrun's to those that are left when one fails."""
-        self.meeting.end()
-        abandon()
+        name = self.stopping.name or ("SIGTERM" if isinstance(stop, Terminated) else "SIGINT")
+        self.meeting.end(Word(stopped=name))
+        self._abandon()
         culprit = self.meeting.culprit(_CULPRIT_SECONDS)
         if culprit is not None:
             return "failed", culprit, False
-        return "stopped", self._halted("SIGTERM" if isinstance(stop, Terminated) else "SIGINT"), False
+        return "stopped", self._halted(name), False
 
     def _halted(self, name: str) -> str:
         """Why and where the run stopped, and from where it can go on."""
@@ -294,8 +345,9 @@ class _Run:
         on = "" if kept is None else f"; --resume goes on after step {kept}"
         return f"{name} after {self.progress.steps} steps{on}"
 
-    def _cause(self, error: BaseException) -> str:
-        """The rank and cause of a failure: of the rank that failed first, where this one only lost its connection."""
+    def _ended_by(self, error: BaseException) -> tuple[str, str]:
+        """(outcome, reason) of a run that ended by ``error`` on this rank: the cause of the rank that failed first,
+        where this one only lost its connection, or the signal that another one left at."""
         text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
         own = f"rank {self.rank.rank}: {text}"
         if isinstance(error, RankFailed):
@@ -303,22 +355,43 @@ class _Run:
             self.meeting.end()
         elif isinstance(error, DataChanged | InUse):
             own = f"rank {self.rank.rank}: {error}"
-            self.meeting.fail(str(error))
+            self._fail(str(error))
         elif self.rank.size > 1 and isinstance(error, RuntimeError) and _LOST.search(text):
-            own = self._who_was_lost(text) or own
-        else:
-            self.meeting.fail(text)
+            culprit, name = self._who_was_lost(text), self.meeting.stopped()
+            if culprit is None and name is not None:
+                return "stopped", self._halted(name)
+            own = culprit or own
+        elif (first := self._first_to_fail()) is not None:
+            own = first
+            self.meeting.end()
             self._keep_traceback(error)
-        abandon()
-        return own
+        else:
+            self._fail(text)
+            self._keep_traceback(error)
+        self._abandon()
+        return "failed", own
+
+    def _fail(self, cause: str) -> None:
+        self.failed = True
+        self.meeting.fail(cause)
+
+    def _first_to_fail(self) -> str | None:
+        """The rank that failed before this one did, which may be why: a card whose peer is gone raises errors of its
+        own."""
+        gone = self.peers.gone()
+        return self.meeting.culprit() or (f"rank {gone[0]}: is gone and left no word" if gone else None)
+
+    def _abandon(self) -> None:
+        if self.rank.kind != "cuda":  # there it could wait for a peer that is gone; the process ends soon anyway
+            abandon()
 
     def _who_was_lost(self, text: str) -> str | None:
         """The rank that another end of a broken collective (its error is ``text``) belonged to."""
-        self.meeting.end(self.fleet.waited() if hasattr(self, "fleet") else None)
-        if not _LATE.search(text):
-            return self.meeting.culprit(_CULPRIT_SECONDS)
-        late = f"did not come to step {self.progress.steps + 1}'s exchange within {self.fleet.deadline:g} s"
-        return self.meeting.culprit(_CULPRIT_SECONDS, late)
+        self.meeting.end(Word(self.fleet.waited(), self.fleet.came()) if hasattr(self, "fleet") else Word())
+        return self.meeting.culprit(_CULPRIT_SECONDS, self._late() if _LATE.search(text) else None)
+
+    def _late(self) -> str:
+        return f"did not come to step {self.progress.steps + 1}'s exchange within {self.fleet.deadline:g} s"
 
     def _closed(self) -> bool:
         """Leave the fleet after a failure that all ranks agreed on; whether all were still there to."""
@@ -333,26 +406,41 @@ class _Run:
         text = "".join(traceback.format_exception(error))
         with suppress(OSError):  # the message and the record have the cause
             self.places.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.places.run_dir / f"rank-{self.rank.rank}.traceback").write_text(text, encoding="utf-8")
+            self._traceback_file().write_text(text, encoding="utf-8")
 
-    def _finish(self, outcome: str, reason: str | None, agreed: bool) -> Outcome:
-        """Gather what every rank measured (where they are still there), and record it on one rank, undisturbed."""
+    def _traceback_file(self) -> Path:
+        return self.places.run_dir / f"rank-{self.rank.rank}.traceback"
+
+    def _finish(self, outcome: str, reason: str | None, agreed: bool, hangs: bool = False) -> Outcome:
+        """Gather what every rank measured (where they are still there), and record it on one rank, undisturbed.
+
+        ``hangs``: this rank's own thread does, and its device may.
+        """
         with _undisturbed():
-            mine = self._measured()
+            mine = within(_READ_SECONDS, self._measured) if hangs else self._measured()
             gathered = self._gathered(mine) if agreed else None
             lost = self._keep_model() if outcome == "finished" and self._keeps_model() else None
-            if outcome == "failed" and self.keeper is not None and self.keeper.newest is not None:
-                self.reporter.say(f"--resume goes on after step {self.keeper.newest}")
             self.reporter.close()
+            if gathered is None:
+                self.meeting.give(mine)
             speaks = self.rank.rank == 0 if gathered is not None else self.meeting.speaks(_CULPRIT_SECONDS)
             entry, notice = None, lost
             if speaks:
-                entry = self._entry(outcome, reason, {self.rank.rank: mine} if gathered is None else gathered)
+                entry = self._entry(
+                    outcome, reason, {**self._given(), self.rank.rank: mine} if gathered is None else gathered
+                )
                 if self.places.record is not None:
                     unkept = keep(self.plan, self.places.record, self.places.run_dir, entry)
                     notice = "; it ".join(filter(None, (notice, unkept))) or None
+                if gathered is None and self.leave is not None:
+                    self.peers.kill(self.meeting.silent())
             model = getattr(self, "model", nn.Module())
-            return Outcome(outcome, reason, gathered is not None, speaks, model, entry, notice)
+            newest = self.keeper.newest if self.keeper is not None and outcome == "failed" else None
+            return Outcome(outcome, reason, gathered is not None, speaks, model, entry, notice, newest)
+
+    def _given(self) -> dict[int, Json]:
+        """What the other ranks measured that end each by itself; those that hear of it late where this one failed."""
+        return self.meeting.given(_GIVEN_SECONDS, self.peers.living() if self.failed and self.leave is not None else ())
 
     def _keeps_model(self) -> bool:
         """Whether this rank leaves the trained model. A plan from before there was the choice always does."""

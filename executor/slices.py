@@ -76,13 +76,14 @@ class DataSlice:
 @dataclass(frozen=True)
 class ExchangeSlice:
     """How gradients and updates travel. ``owners`` holds one rank a Muon matrix, in the model's order; ``payload`` is
-    the bytes that a step must reduce (None: not planned)."""
+    the bytes that a step must reduce (None: not planned), ``step_seconds`` the most it should take (None: unknown)."""
 
     backend: str
     reduce_dtype: str
     bucket_bytes: int
     owners: tuple[int, ...]
     payload: int | None
+    step_seconds: float | None
 
 
 def world_size(plan: Mapping[str, Json]) -> int:
@@ -146,6 +147,7 @@ def exchange_slice(plan: Mapping[str, Json]) -> ExchangeSlice:
         bucket_bytes=part["bucket_bytes"]["chosen"] if "bucket_bytes" in part else 0,
         owners=tuple(part["owners"]["chosen"]) if "owners" in part else (),
         payload=part["payload"]["value"] if "payload" in part else None,
+        step_seconds=plan["step"]["seconds"].get("high", plan["step"]["seconds"]["value"]),
     )
 
 

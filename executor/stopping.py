@@ -4,11 +4,12 @@ second one, and any at another time, leaves at once.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from executor.launch import Terminated
@@ -18,6 +19,8 @@ ECHO_SECONDS = 1.0
 GRACE_SECONDS = 15.0
 """What a rank that is asked to stop waits for others while it saves: torchrun, which asks those that are left when one
 is gone, kills them after 30."""
+
+_OURS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping:
@@ -29,6 +32,8 @@ class Stopping:
         self._failing = failing
         self._training = self._ended = False
         self._heard = 0.0
+        self._ear: int | None = None
+        self._first: tuple[str, float] | None = None
 
     @property
     def asked(self) -> bool:
@@ -39,18 +44,39 @@ class Stopping:
         """Whether it was asked so long ago that the others can no longer be waited for."""
         return self.asked and time.monotonic() - self._heard > GRACE_SECONDS
 
+    def insisted(self) -> str | None:
+        """The signal that came a second time. Asked from beside a thread that hangs in C and hears none itself: the
+        bytes are written by the system's own handler."""
+        if self._ear is None:
+            return None
+        with suppress(BlockingIOError):
+            for number in os.read(self._ear, 64):
+                if number in _OURS and self._first is None:
+                    self._first = signal.Signals(number).name, time.monotonic()
+                elif number in _OURS and self._first is not None and time.monotonic() - self._first[1] > ECHO_SECONDS:
+                    return self._first[0]
+        return None
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Hear signals here, where this thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._ear, mouth = os.pipe()
+        for end in (self._ear, mouth):
+            os.set_blocking(end, False)
+        before = {number: signal.signal(number, self._hear) for number in _OURS}
+        woken = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         try:
             yield
         finally:
+            signal.set_wakeup_fd(woken)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            os.close(mouth)
+            os.close(self._ear)
+            self._ear = None
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,22 +21,26 @@ from executor.entry import keep
 from executor.hold import Hold
 from executor.reporter import METRICS
 from executor.run import Places, execute
+from executor.stopping import ECHO_SECONDS
 from schemas.form import render
 from schemas.store import load, write
 from test_executor_command import HOME, command, written
 from worlds import compiled, run_of
 
 PATH = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
+PYTHON, TORCHRUN = ["-m", "executor"], ["-m", "torch.distributed.run", "-m", "executor"]
 FAULTY = '''
+import ctypes
 import os
 import signal
 import time
 from datetime import timedelta
 
+import torch
 from torch import nn
 
 FAULT = os.environ.get("FAULT", "")
-if "RANK" in os.environ:
+if "RANK" in os.environ and "PATIENT" not in os.environ:
     from executor import fleet
 
     fleet.STEP_TIMEOUT = timedelta(seconds=2)
@@ -51,17 +56,27 @@ class Model(nn.Module):
     def forward(self, inputs, targets):
         self.calls += 1
         what, _, rank = FAULT.partition(" ")
-        if self.calls == 6 and os.environ.get("RANK", "0") == rank:
-            if what == "kill":
+        here = os.environ.get("RANK", "0") == rank
+        if self.calls == 6 and (here or what == "apart"):
+            if what == "kill" or (what == "apart" and here):
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "cut":
                 os.truncate("corpus.txt", 10)
             if what == "remove":
                 os.replace("other.json", "plan.json")
+            if what == "freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if what == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            if what in ("deaf", "apart"):  # in C, where no signal and no exception reaches it
+                for _ in range(600):
+                    ctypes.CDLL(None).sleep(1)
             time.sleep({"late": 2.6, "hang": 600}.get(what, 0))
         if what == "slow":
             time.sleep(0.1)
         logits = self.head(self.embedding(inputs))
+        if what == "nan" and self.calls == 6 and here:
+            logits = logits * float("nan")
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 '''
 
@@ -86,8 +101,10 @@ def said(stderr: str) -> list[str]:
     [
         ("kill 0", "rank 0: is gone and left no word"),
         ("kill 1", "rank 1: is gone and left no word"),
-        ("hang 1", "rank 1: did not come to step 4's exchange within 2 s"),
-        ("hang 0", "rank 0: did not come to step 4's exchange within 2 s"),
+        ("freeze 1", "rank 1: did not come to step 4's exchange within 2 s"),
+        ("hang 0", "rank 0: did not come to step 4's exchange within 2 s: it hangs in forward (faulty_model.py:43)"),
+        ("memory 1", "rank 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        ("nan 1", "rank 1: loss is not finite at step 4"),
         ("late 1", "rank 1: came to the ranks' exchange only after another had waited 2 s for it"),
         ("late 0", "rank 0: came to the ranks' exchange only after another had waited 2 s for it"),
     ],
@@ -104,13 +121,21 @@ def test_a_rank_that_is_gone_or_does_not_come_is_named_and_recorded(
     assert {json.loads(line)["run"] for line in lines} == {run["id"]}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("ranks", "number", "start"),
+    [
+        (1, signal.SIGINT, PYTHON),
+        (1, signal.SIGTERM, PYTHON),
+        (2, signal.SIGINT, PYTHON),
+        (2, signal.SIGTERM, PYTHON),
+        (2, signal.SIGINT, TORCHRUN),
+    ],
+)
 def test_a_run_that_is_stopped_says_so_and_no_more(
-    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]], ranks: int, number: signal.Signals
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]], ranks: int, number: signal.Signals, start: list[str]
 ) -> None:
     path, data = faulty(ranks, steps=200, settings={"log_every": 1})
-    process = _started(tmp_path, path, data, FAULT="slow")
+    process = _started(tmp_path, path, data, start, FAULT="slow")
     before = _until(process, "step   2/200")
     if number == signal.SIGINT:  # as the terminal does: to all at once
         os.killpg(process.pid, number)
@@ -118,18 +143,49 @@ def test_a_run_that_is_stopped_says_so_and_no_more(
         process.terminate()
     rest = process.communicate(timeout=60)[1]
     (run,) = load(path)["runs"]
-    assert (process.returncode, run["outcome"]) == (4, "stopped"), before + rest
+    assert (process.returncode, run["outcome"]) == (4 if start == PYTHON else 1, "stopped"), before + rest
+    if start == TORCHRUN:  # which has words of its own
+        rest = "\n".join(line for line in rest.splitlines() if line.startswith("dormouse: "))
     on = f"after {run['steps']} steps; --resume goes on after step {run['steps']}"
     assert said(rest) == [f"dormouse: stopped: {number.name} {on}"]
     (kept,) = tmp_path.glob("runs/*/checkpoints/*")
     assert kept.name == f"{run['id']}-{run['steps']:010}"
-    if number == signal.SIGTERM:
+    if number == signal.SIGTERM and ranks == 2:
         done = command(tmp_path, path, "--data", data, "--resume")
         assert done.returncode == 0, done.stderr
         assert f"going on after step {run['steps']} from {kept.relative_to(tmp_path)}" in done.stderr
         again = load(path)["runs"][1]
         assert (again["outcome"], again["steps"]) == ("finished", 200)
         assert again["resumed"] == {"id": run["id"], "steps": run["steps"]}
+
+
+def test_a_second_ctrl_c_leaves_at_once_though_a_rank_hangs(
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]]
+) -> None:
+    path, data = faulty(2, steps=200, settings={"log_every": 1, "checkpoint_every": 2})
+    process = _started(tmp_path, path, data, FAULT="deaf 1", PATIENT="1")
+    _until(process, "step   3/200")
+    start = time.monotonic()
+    for wait in (0.5, ECHO_SECONDS + 0.3):
+        time.sleep(wait)
+        os.killpg(process.pid, signal.SIGINT)
+    rest = process.communicate(timeout=60)[1]
+    assert time.monotonic() - start < 15  # the exchange has 20 s
+    (run,) = load(path)["runs"]
+    assert said(rest) == ["dormouse: stopped: SIGINT after 3 steps; --resume goes on after step 2"]
+    assert (process.returncode, run["outcome"], run["steps"]) == (4, "stopped", 3)
+
+
+def test_a_rank_that_hears_nothing_is_ended_too_when_another_is_killed(
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]]
+) -> None:
+    """As a card's queue holds its rank up: no signal and no exception comes through."""
+    path, data = faulty(2)
+    done = command(tmp_path, path, "--data", data, FAULT="apart 1", PATIENT="1")
+    assert said(done.stderr) == ["dormouse: failed: rank 1: is gone and left no word"]
+    (run,) = load(path)["runs"]
+    assert (done.returncode, run["outcome"], run["steps"]) == (4, "failed", 3)
+    assert "in forward" in next(tmp_path.glob("runs/*/rank-0.traceback")).read_text()
 
 
 def test_ranks_that_are_stopped_before_they_met_are_told_of_in_one_line(
@@ -150,9 +206,11 @@ def test_what_the_launcher_says_is_shown_where_no_rank_told_a_cause(
     assert "SystemError: no port is free" in said
 
 
-def _started(folder: Path, path: Path, data: Path, **environ: str) -> subprocess.Popen[str]:
+def _started(
+    folder: Path, path: Path, data: Path, start: list[str] | None = None, **environ: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "executor", str(path), "--data", str(data)], cwd=folder, text=True,
+        [sys.executable, *(start or PYTHON), str(path), "--data", str(data)], cwd=folder, text=True,
         env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environ},
         stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip

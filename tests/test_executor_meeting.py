@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from executor import launch
 from executor.entry import compose
 from executor.loop import Progress
-from executor.meeting import Meeting, RankFailed
+from executor.meeting import Meeting, RankFailed, Word
 from executor.reporter import Teller
 from schemas.form import render
 
@@ -85,7 +85,7 @@ def test_of_ranks_that_lost_one_another_the_last_to_come_is_named(
     meetings: list[Meeting], waits: dict[int, float], culprit: str | None
 ) -> None:
     for rank, waited in waits.items():
-        meetings[rank].end(waited)
+        meetings[rank].end(Word(waited))
     assert {meeting.culprit(0.2) for meeting in meetings} == {culprit}
 
 

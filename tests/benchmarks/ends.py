@@ -1,0 +1,281 @@
+"""How runs end: faults befall one rank of real runs, and what the user sees and when is written down as a table.
+
+    python tests/benchmarks/ends.py [--device cuda] [--ranks 2] [--jobs 3] [--out ends.md]
+
+Each run is of a small module of its own, with a checkpoint every second step; at its eighth forward the fault befalls
+one rank, which leaves the moment in a file. Memory runs out for real on a card (the allocator is given a limit, then
+asked for more); a CPU has no limit to give, so there torch's error is raised. After each run the plan must verify, and
+its newest checkpoint be whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import plans  # noqa: E402  # what is imported lies beside
+from executor import resume  # noqa: E402
+from schemas.store import load  # noqa: E402
+
+MODEL = """
+import ctypes
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+
+WHAT, _, RANK = os.environ.get("FAULT", "").partition(" ")
+
+
+def befall():
+    with open(f"fault-{RANK}", "w") as file:
+        file.write(repr(time.time()))
+    if WHAT == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if WHAT == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if WHAT == "hang":
+        time.sleep(600)
+    if WHAT == "deaf":
+        for _ in range(600):
+            ctypes.CDLL(None).sleep(1)
+    if WHAT == "memory" and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**26) / total)
+        torch.empty(2**30, device="cuda")
+    if WHAT == "memory":
+        raise torch.OutOfMemoryError("out of memory: raised by hand, since a CPU has no limit to give")
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embedding, self.head, self.calls = nn.Embedding(256, width), nn.Linear(width, 256), 0
+
+    def forward(self, inputs, targets):
+        self.calls += 1
+        hit = self.calls == 8 and os.environ.get("RANK", "0") == RANK
+        if hit:
+            befall()
+        if WHAT == "signal":
+            time.sleep(0.05)
+        logits = self.head(self.embedding(inputs))
+        if hit and WHAT == "nan":
+            logits = logits * float("nan")
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+FAULTS = {
+    "kill": "is killed (SIGKILL)",
+    "freeze": "is stopped (SIGSTOP)",
+    "hang": "hangs in Python",
+    "deaf": "hangs in C, deaf to signals",
+    "nan": "has a loss that is NaN",
+    "memory": "runs out of memory",
+}
+SIGNALS = {
+    "signal INT": "Ctrl-C",
+    "signal TERM": "SIGTERM",
+    "hang, INT twice": "Ctrl-C and again 1.5 s later, while the last rank hangs in Python",
+    "deaf, INT twice": "Ctrl-C and again 1.5 s later, while the last rank hangs in C",
+}
+STARTS = {
+    "python": ["-m", "executor"],
+    "torchrun": ["-m", "torch.distributed.run", "-m", "executor"],
+    "torchrun N": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node={ranks}", "-m", "executor"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault (a key of FAULTS or SIGNALS), the rank that it befalls, and how the run was started."""
+
+    fault: str
+    rank: int
+    start: str
+
+    @property
+    def what(self) -> str:
+        return self.fault.partition(" ")[0].rstrip(",")
+
+
+@dataclass
+class Seen:
+    """``lines`` after the fault with the seconds at which they came; ``gone`` when the last process was."""
+
+    lines: list[tuple[float, str]]
+    gone: float
+    code: int
+    run: dict[str, Any]
+    newest: int | None
+
+
+def cases(ranks: int) -> list[Case]:
+    """Every fault on the last rank and on the first; those that differ by how the run was started once more."""
+    found = [Case(fault, rank, "python") for fault in FAULTS for rank in dict.fromkeys((ranks - 1, 0))]
+    found += [Case(fault, ranks - 1, "torchrun") for fault in ("kill", "freeze", "memory") if ranks > 1]
+    found += [Case("kill", ranks - 1, "torchrun N")] if ranks > 1 else []
+    return found + [Case(fault, ranks - 1, start) for fault in SIGNALS for start in ("python", "torchrun")]
+
+
+def measure(case: Case, ranks: int, device: str) -> Seen:
+    """Run ``case`` in a folder of its own."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        _plan(folder, ranks, device)
+        words = [sys.executable, *(word.format(ranks=ranks) for word in STARTS[case.start])]
+        process = subprocess.Popen(
+            [*words, "plan.json", "--data", plans.CORPUS, "--run-dir", "run"], cwd=folder, text=True,
+            env={**_environ(), "FAULT": f"{case.what} {case.rank}"},
+            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        assert process.stderr is not None
+        lines: list[tuple[float, str]] = []
+        reader = Thread(target=_read, args=(process.stderr, lines))
+        reader.start()
+        moment = _until(folder, process, case, lines)
+        started = psutil.Process(process.pid).children(recursive=True)
+        if case.fault in SIGNALS:
+            moment = _signal(process, case)
+        code = process.wait(300)
+        reader.join(60)
+        gone = _all_gone(started)
+        found = resume.newest(folder / "run")
+        assert not found["passed"], found
+        after = [(at - moment, line) for at, line in lines if at >= moment]
+        return Seen(
+            after, gone - moment, code, load(folder / "plan.json")["runs"][-1], (found["chosen"] or {}).get("steps")
+        )
+
+
+def _environ() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _plan(folder: Path, ranks: int, device: str) -> None:
+    (folder / "ends_model.py").write_text(MODEL)
+    plans.corpus(folder)
+    asked = ["--devices", f"cpu:{ranks}" if device == "cpu" else "auto", "--model", "ends_model:Model"]
+    asked += ["--data", plans.CORPUS, "--steps", "400", "--batch", "3", "--seq", "64"]
+    asked += ["--set", "checkpoint_every=2", "--set", "log_every=1"]
+    with (folder / "plan.json").open("wb") as file:
+        words = [sys.executable, "-m", "planner", *asked]
+        subprocess.run(words, cwd=folder, env=_environ(), stdout=file, stderr=subprocess.DEVNULL, check=True)
+    found = sum(len(entry["members"]) for entry in load(folder / "plan.json")["ranks"])
+    assert found == ranks, f"the plan is of {found} ranks: show as many cards as --ranks says"
+
+
+def _read(stream: IO[str], lines: list[tuple[float, str]]) -> None:
+    for line in stream:
+        lines.append((time.time(), line.rstrip("\n")))
+
+
+def _until(folder: Path, process: subprocess.Popen[str], case: Case, lines: list[tuple[float, str]]) -> float:
+    """The moment at which the fault befell its rank, or at which the run that is only signalled is in its midst."""
+    while process.poll() is None:
+        if case.what == "signal" and any("step   8/400" in line for _, line in lines):
+            return time.time()
+        for path in folder.glob("fault-*"):
+            if case.what != "signal" and (text := path.read_text()):
+                return float(text)
+        time.sleep(0.02)
+    raise AssertionError("the run ended before its fault")
+
+
+def _signal(process: subprocess.Popen[str], case: Case) -> float:
+    """Send the signals of ``case``; the moment of the first."""
+    moment = time.time()
+    if "TERM" in case.fault:
+        process.terminate()
+    else:
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    if "twice" in case.fault:
+        time.sleep(1.5)
+        os.killpg(process.pid, signal.SIGINT)
+    return moment
+
+
+def _all_gone(started: list[psutil.Process]) -> float:
+    """When no process of the run is left."""
+    while any(_lives(process) for process in started):
+        time.sleep(0.05)
+    return time.time()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def row(case: Case, seen: Seen) -> str:
+    """The table's line of ``case``."""
+    first = next(
+        ((at, line) for at, line in seen.lines if line.startswith(("dormouse: failed", "dormouse: stopped"))), None
+    )
+    at, line = first or (float("nan"), "nothing")
+    before = [text for when, text in seen.lines if when < at and text and not text.startswith("dormouse: ")]
+    what = f"rank {case.rank} {FAULTS[case.fault]}" if case.fault in FAULTS else SIGNALS[case.fault]
+    run = seen.run
+    measured = len({label.rpartition("@")[2] for label in run["measured"] if "@" in label})
+    cells = [
+        what, case.start, f"`{line.removeprefix('dormouse: ')}`", f"{at:.1f}", f"{seen.gone:.1f}", len(before),
+        seen.code, f"{run['outcome']}, {run['steps']}", f"{len(run['measured'])} of {measured} ranks", seen.newest,
+    ]  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+HEAD = """| what befalls | started by | what is told | s | all gone, s | other lines before | code | record | \
+measured | newest whole checkpoint |
+|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Make runs fail and stop, and write down what is told and when.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--only", metavar="WORD", help="the faults whose name holds it")
+    parser.add_argument("--out", type=Path, help="takes the table (default: standard output)")
+    options = parser.parse_args(arguments)
+    chosen = [case for case in cases(options.ranks) if options.only is None or options.only in case.fault]
+    lines = [HEAD]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = {case: pool.submit(measure, case, options.ranks, options.device) for case in chosen}
+        for case, future in found.items():
+            try:
+                seen = future.result()
+                lines.append(row(case, seen))
+                foreign = [
+                    f"    {at:5.1f} s  {text}" for at, text in seen.lines if not text.startswith("dormouse: step")
+                ]
+                print(case, *foreign[:12], sep="\n", file=sys.stderr)
+            except Exception as error:  # the others still count
+                lines.append(f"| {case} | {type(error).__name__}: {error} |")
+            if options.out is not None:
+                options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
