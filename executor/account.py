@@ -195,8 +195,8 @@ def _mechanisms(model: nn.Module, routed: Routed, opt: str, at: Points) -> dict[
             row["bytes"] = mechanism.state_bytes(routed)
         if "moves" in row:
             sizes = (mechanism.staging_bytes, mechanism.host_bytes, mechanism.pinned_bytes, mechanism.link_bytes)
-            row["staging"], row["host"], row["pinned"], row["link"] = (
-                bilinear({point: size(model, *point) for point in at}) for size in sizes
+            row["staging"], row["host"], row["pinned"], row["link"], row["lookups"] = (
+                bilinear({point: size(model, *point) for point in at}) for size in (*sizes, mechanism.lookups)
             )
         offered[mechanism.NAME] = row
     return offered

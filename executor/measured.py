@@ -151,7 +151,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("memory/muon_momentum", "B", "last", _state("muon_momentum")),
     Quantity("memory/adamw_state", "B", "last", _state("adamw_state")),
     Quantity("memory/tables_state", "B", "last", _state("tables_state")),
-    Quantity("memory/hosted", "B", "last", _hosted("hosted", "storages of host tables, buffers of what is offloaded")),
+    Quantity("memory/hosted", "B", "last", _hosted("hosted", "storages of host tables, what is pinned")),
     Quantity("memory/pinned", "B", "max", _hosted("pinned", "torch's pinned allocator, buffers of what is offloaded")),
     Quantity("memory/backward_peak", "B", "max", _peak(lambda peaks: peaks.backward)),
     Quantity("memory/optimizer_peak", "B", "max", _peak(lambda peaks: peaks.optimizer)),
@@ -185,7 +185,9 @@ def state_bytes(model: nn.Module, optimizers: Optimizers) -> dict[str, float]:
     tables = {} if optimizers.tables is None else optimizers.tables.state_bytes()
     found["hosted"] = pool(device).bytes + tables.get("tables_host", 0)
     if device.type == "cuda":
-        found["pinned"] = pool(device).bytes + host_memory_stats().get("allocated_bytes.peak", 0)
+        pinned = host_memory_stats().get("allocated_bytes.peak", 0)
+        found["pinned"] = pool(device).bytes + pinned
+        found["hosted"] += pinned
     if optimizers.scaler is not None:
         found["loss_scale"] = float(optimizers.scaler.scale)
     return found

@@ -122,8 +122,9 @@ class MechanismRow(_MechanismRow, total=False):
     ``variant`` names a column of the account's ``compute`` (several engaged are joined by "+"). ``component`` names a
     component of memory that is scaled by ``factor`` or becomes ``bytes``. ``moves``: a route ("tables") whose masters,
     gradients and state leave the device; then ``staging`` is what lies on the device instead, ``host`` what the host
-    holds, ``pinned`` the part of it that is pinned, and ``link`` what a step moves between them. ``excludes``: names of
-    mechanisms that cannot be engaged beside it. ``fleet`` False: one rank alone can use it, ``fleet_why`` says why.
+    holds, ``pinned`` the part of it that is pinned, ``link`` what a step moves between them, and ``lookups`` how many
+    rows the host brings and updates. ``excludes``: names of mechanisms that cannot be engaged beside it. ``fleet``
+    False: one rank alone can use it, ``fleet_why`` says why.
     ``alike``: ranks must run on devices of one kind. ``toolchain``: packages that must be there and serve the card.
     ``error``: of an approximate one, how far off it was measured to be. ``order``: its place among all, set by the
     account: JSON keeps no order.
@@ -138,6 +139,7 @@ class MechanismRow(_MechanismRow, total=False):
     host: Form
     pinned: Form
     link: Form
+    lookups: Form
     excludes: list[str]
     fleet: bool
     fleet_why: str

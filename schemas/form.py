@@ -25,7 +25,7 @@ _ORDER = (
     "fleet", "workload", "ranks", "ids", "order", "node", "kind", "name", "uuid", "members", "devices", "links",
     "model", "set", "opt", "data", "weight", "length", "sha256", "threads", "capability", "served", "rates",
     "calibration", "dtype", "kernels", "tuned", "batch", "seq", "steps", "seed", "tokens", "token_weight", "mechanisms",
-    "demand", "memory", "exchange", "fit", "step", "capacity", "fit_policy", "shard", "reduce", "benchmark",
+    "worth", "demand", "memory", "exchange", "fit", "step", "capacity", "fit_policy", "shard", "reduce", "benchmark",
     "calibrate", "config", "defaults", "granule", "parameters", "tensors", "sources", "masters", "gradients",
     "muon_momentum", "adamw_state", "tables_state", "staging", "activations", "backend", "reduce_dtype",
     "bucket_bytes", "path", "payload", "volume", "buckets", "update", "workspace", "hosted", "pinned",

@@ -72,7 +72,8 @@ def _kind(place: list[str]) -> tuple[str, Callable[[Json], bool]]:
         return "a whole number from 0", lambda value: _whole(value) and value >= 0
     if _POSITIVE.fullmatch(key):
         return "a number above 0", lambda value: _number(value) and value > 0
-    if key == "limit" or above == "alive":  # what is left of a budget, and of a sum whose parts were counted apart
+    # What is left of a budget, and of a sum whose parts were counted apart; what a mechanism saves and costs.
+    if key in ("limit", "saves", "costs") or above == "alive":
         return "a number", _number
     return "a number from 0", lambda value: _number(value) and value >= 0
 

@@ -432,7 +432,7 @@ def test_the_bytes_told_are_those_that_windows_and_moments_take() -> None:
     own.prefetch(following)
     held = [host.leaf(), host.leaf().grad, host._current.slots, host._ahead[0].rows, host._ahead[0].slots]
     assert engram_ram.staging_bytes(here, batch, length) == sum(t.untyped_storage().nbytes() for t in held)
-    pinned = [host.leaf(), host.leaf().grad, host._current.slots, inputs]
+    pinned = [host.leaf(), host._current.slots, inputs]
     assert engram_ram.pinned_bytes(here, batch, length) == sum(t.nbytes for t in pinned)
     on_host = engram_ram.host_bytes(here, batch, length) - engram_ram.pinned_bytes(here, batch, length)
     assert on_host == own.state_bytes()["tables_host"]

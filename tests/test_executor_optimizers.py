@@ -4,12 +4,14 @@ AdamW against those of torch and bitsandbytes. AdamW's own arithmetic is in test
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from devices import BOUNDS, DEVICES, relative
 from executor.mechanisms import optim_8bit
@@ -145,7 +147,8 @@ def test_the_fused_variant_has_the_bits_of_torchs_fused_optimizer(device: str) -
 def test_the_8_bit_variant_is_that_of_bitsandbytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from bitsandbytes.optim import AdamW8bit as Theirs
 
-    monkeypatch.setattr("executor.optim.adamw_8bit.CHUNK_BYTES", 4 * 1024)  # slices of 1024 elements: blocks of 256
+    for name in ("CHUNK_BYTES", "CPU_CHUNK_BYTES"):  # slices of 1024 elements: blocks of 256
+        monkeypatch.setattr(f"executor.optim.adamw_8bit.{name}", 4 * 1024)
     named, reference = parameters(device), parameters(device)
     own, theirs = AdamW8bit(named), Theirs([p for _, p in reference], lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
     for i in range(6):
@@ -242,3 +245,14 @@ def test_a_table_has_its_own_route_under_every_optimizer(opt: str, muon: list[st
 def test_an_optimizer_that_no_one_knows_is_an_error() -> None:
     with pytest.raises(ValueError, match="known: muon, adamw"):
         split(Model(), "sgd")
+
+
+def test_a_cpu_step_in_8_bits_takes_no_more_memory_than_what_is_counted_for_it() -> None:
+    parameter = torch.nn.Parameter(torch.randn(1024, 1024, device="cpu"))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = AdamW8bit([("large", parameter)])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        optimizer.step(1e-3, torch.ones((), dtype=torch.bool))
+    events = sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns())  # type: ignore[union-attr]
+    alive = list(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    assert max(alive) < 6 * parameter.numel()  # a copy of the parameter and of its codes, before the step

@@ -93,8 +93,10 @@ def test_cheapest_is_the_fastest_of_all_sets_that_fit_by_brute_force(gigabytes: 
 
 
 def test_nothing_is_engaged_for_speed_where_all_fits() -> None:
-    made = plan("rtx-4090", fit=[24 * GIGA])
-    rank = rank_facts(made, account("b1"), 0)
+    work = account("b1")
+    del work["mechanisms"]["engram_ram"]["lookups"]  # a host that takes no time
+    made = compile_plan(request(fit=[24 * GIGA]), seal(catalogue.record_body("rtx-4090")), work)
+    rank = rank_facts(made, work, 0)
     assert rank.compute_seconds(8, 512, ["engram_ram"]) < rank.compute_seconds(8, 512, [])
     assert engaged(made) == []
 
@@ -176,6 +178,7 @@ def test_state_that_cpu_ranks_keep_on_the_host_is_still_their_memory() -> None:
     held = sum(found.get(name, 0) for name in (*STATE, "hosted"))
     assert found["backward_peak"] == held + found["activations"] + found["buckets"]
     assert "pinned" not in found
+    assert found["hosted"] == 12 * account("b1")["parameters"]["tables"]  # nothing is copied to be pinned
 
 
 def test_a_host_that_cannot_hold_the_tables_is_not_asked_to_and_says_so_when_it_must() -> None:
@@ -185,11 +188,11 @@ def test_a_host_that_cannot_hold_the_tables_is_not_asked_to_and_says_so_when_it_
     made = compile_plan(request(fit=[21 * GIGA]), found, account("b1"))
     assert "engram_ram" not in engaged(made)
     told = [row["why"] for row in made["ranks"][0]["mechanisms"]["rejected"] if row["option"] == ["engram_ram"]]
-    assert told == ["the host has no room for 4.54 GiB"]
+    assert told == ["the host has no room for 4.52 GiB"]
     with pytest.raises(Refused) as caught:
         compile_plan(request(mechanisms=["engram_ram"]), found, account("b1"))
     assert {refusal.code for refusal in caught.value.refusals} == {"host-does-not-fit"}
-    assert "4.54 GiB in host memory" in caught.value.text()
+    assert "4.52 GiB in host memory" in caught.value.text()
 
 
 def test_stacked_experts_count_as_many_matrices() -> None:
@@ -204,3 +207,26 @@ def test_what_does_not_fit_names_tables_too() -> None:
     with pytest.raises(Refused) as caught:
         plan("rtx-5060-ti-16gbx2")
     assert "tables_state 2.99 GiB" in caught.value.text()
+
+
+def test_what_an_engaged_mechanism_saves_and_costs_is_the_difference_of_two_plans() -> None:
+    both, one = plan("rtx-4090", mechanisms=["act_ckpt", "engram_ram"]), plan("rtx-4090", mechanisms=["act_ckpt"])
+    worth, (with_it, without) = both["ranks"][0]["worth"], (made["ranks"][0] for made in (both, one))
+    assert set(worth) == {"act_ckpt", "engram_ram"} and "worth" not in plan("rtx-4090")["ranks"][0]
+    saved = without["memory"]["peak"]["value"] - with_it["memory"]["peak"]["value"]
+    assert worth["engram_ram"]["saves"]["value"] == pytest.approx(saved, abs=2)
+    cost = sum(sign * entry["step"][part]["value"] for sign, entry in ((1, with_it), (-1, without))
+               for part in ("compute", "optimizer"))  # fmt: skip
+    assert worth["engram_ram"]["costs"]["value"] == pytest.approx(cost, rel=1e-3)
+
+
+def test_the_next_forward_waits_for_the_rows_that_the_host_brings() -> None:
+    made = plan("rtx-4090", mechanisms=["engram_ram"])["ranks"][0]
+    lookups = account("b1")["mechanisms"]["engram_ram"]["lookups"]["bt"]
+    assert made["demand"]["host_rows"]["value"] == lookups * 8 * 512
+    rank = rank_facts(plan("rtx-4090"), account("b1"), 0)
+    waited = rank.compute_seconds(8, 512, ["engram_ram"]) - rank.compute_seconds(8, 512)
+    taken = made["demand"]["host_rows"]["value"] * made["rates"]["host_row"]["value"]
+    assert 0 < waited < taken  # the device itself has less to do
+    assert made["step"]["compute"]["value"] == pytest.approx(rank.compute_seconds(8, 512, ["engram_ram"]), rel=1e-4)
+    assert "/ranks/0/rates/host_row" in made["step"]["compute"]["inputs"]

@@ -69,14 +69,23 @@ def host_bytes(model: nn.Module, batch: int, length: int) -> int:
 
 
 def pinned_bytes(model: nn.Module, batch: int, length: int) -> int:
-    """Of it pinned, on a card: rows and slots on their way out, gradients on their way back, the bytes looked up."""
-    inputs = 8 * batch * length * len(engrams(model))
-    return inputs + sum(n * (2 * row + slot) for n, row, slot in _lookups(model, batch, length))
+    """Of it pinned, on a card: rows and slots on their way out, and the bytes looked up. The gradient on its way back
+    is gone by then: a table's worker takes one job after the other."""
+    return _inputs(model, batch, length) + sum(n * (row + slot) for n, row, slot in _lookups(model, batch, length))
 
 
 def link_bytes(model: nn.Module, batch: int, length: int) -> int:
     """Over the link a step at most, both ways: as if no row were looked up twice."""
-    return pinned_bytes(model, batch, length)
+    return _inputs(model, batch, length) + sum(n * (2 * row + slot) for n, row, slot in _lookups(model, batch, length))
+
+
+def lookups(model: nn.Module, batch: int, length: int) -> int:
+    """Rows that the host brings and updates a step at most: as if no row were looked up twice."""
+    return sum(n for n, _, _ in _lookups(model, batch, length))
+
+
+def _inputs(model: nn.Module, batch: int, length: int) -> int:
+    return 8 * batch * length * len(engrams(model))
 
 
 def _lookups(model: nn.Module, batch: int, length: int) -> Iterator[tuple[int, int, int]]:

@@ -26,7 +26,8 @@ ROW: MechanismRow = {
     "alike": True,
     "toolchain": ["bitsandbytes"],
     "devices": ["cpu", "cuda"],
-    "why": f"moments in codes of 8 bits and a maximum every {BLOCK} elements; tensors under {LEAST_ELEMENTS} keep fp32",
+    "why": f"moments in codes of 8 bits and a maximum every {BLOCK} elements; tensors under {LEAST_ELEMENTS} "
+    "and the rows of tables keep fp32",
     "error": f"after 50 steps the way of the weights differs by {ERROR:.1%} of its length",
 }
 

@@ -23,6 +23,7 @@ from executor.optim.adamw import AdamW
 from executor.optim.steps import CHUNK_BYTES, gradients_of
 
 BLOCK = 256
+CPU_CHUNK_BYTES = 2**18  # on a CPU bitsandbytes computes in fp32 tensors of its own, 20 B an element of a chunk
 LEAST_ELEMENTS = 4096  # of a tensor with 8-bit moments: bitsandbytes' own bound
 
 
@@ -78,8 +79,9 @@ class AdamW8bit:
         self.small.step(lr, keep)
         for i, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             (first, second), (most, more) = (codes[i] for codes in self._codes), (maxima[i] for maxima in self._maxima)
-            for at in range(0, parameter.numel(), CHUNK_BYTES // 4):
-                end = at + CHUNK_BYTES // 4
+            run = (CPU_CHUNK_BYTES if parameter.device.type == "cpu" else CHUNK_BYTES) // 4
+            for at in range(0, parameter.numel(), run):
+                end = at + run
                 blocks = slice(at // BLOCK, -(-end // BLOCK))
                 state = [parameter.view(-1)[at:end], first.view(-1)[at:end], second.view(-1)[at:end],
                          most[blocks], more[blocks]]  # fmt: skip

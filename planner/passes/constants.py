@@ -79,6 +79,8 @@ PATH_LATENCY = {
 # Pinned memory to a card and back. Two H200 on gen5 x16: 55.4 of 63 GB/s each way.
 HOST_LINK_EFFICIENCY = Assumed(0.85, 0.6, 0.92, "", "share of its PCIe lanes that a pinned copy reaches: 0.88 seen")
 HOST_LINK_RATE = Assumed(1.2e10, 3e9, 5.5e10, "B/s", "a card on 16 lanes of PCIe 3, up to gen5")
+# One host thread updates a row of a table and sends it: four reads, three writes, a rule of some fifteen operations.
+HOST_ROW_SECONDS = Assumed(7.5e-7, 3e-7, 1.5e-6, "s", "a host thread's time for a row of a table: 7.5e-7 to 9e-7 seen")
 NVLINK_BYTES_A_LINK = Assumed(2.5e10, 2e10, 5e10, "B/s", "one NVLink of generation 2 to 4, one way")
 
 CPU_ALLOCATOR_OVERHEAD = Assumed(1.0, 0.97, 1.1, "", "the CPU allocator returns what it was asked for, 64 B aligned")

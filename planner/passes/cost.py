@@ -37,18 +37,26 @@ def polynomial(form: Mapping[str, float], b: int, t: int, granule: int) -> float
 
 
 def seconds(
-    kind: str, flops: float, moved: float, launches: float, rates: Sequence[float], carried: float = 0.0
+    kind: str,
+    flops: float,
+    moved: float,
+    launches: float,
+    rates: Sequence[float],
+    carried: float = 0.0,
+    looked_up: float = 0.0,
 ) -> float:
-    """Time of ``flops`` of products, ``moved`` bytes and ``launches`` operators at rates (FLOP/s, B/s, s a launch), and
-    of ``carried`` bytes to host memory and back at a fourth rate (B/s; without it they take no time).
+    """Time of ``flops`` of products, ``moved`` bytes and ``launches`` operators at rates (FLOP/s, B/s, s a launch), of
+    ``carried`` bytes to host memory and back at a fourth rate (B/s; without it they take no time), and of ``looked_up``
+    rows of tables in host memory at a fifth (s a row).
 
     A CPU runs its operators one after the other, dispatch included; a GPU computes and copies while its host launches,
-    so the longest of the three binds.
+    so the longest of the three binds. The next forward waits for the host's rows, and they for this step's backward.
     """
     products, bandwidth, launch, *link = rates
     work = flops / products + moved / bandwidth
     copies = carried / link[0] if link else 0.0
-    return launches * launch + work + copies if kind == "cpu" else max(launches * launch, work, copies)
+    rows = looked_up * link[1] if len(link) > 1 else 0.0
+    return rows + (launches * launch + work + copies if kind == "cpu" else max(launches * launch, work, copies))
 
 
 def waited_seconds(slowest: float, all_reduce: float, buckets: float) -> float:
@@ -83,6 +91,7 @@ class Rank:
     kernels: Mapping[str, str]
     rates: tuple[float, float, float] | None
     link_rate: float  # bytes a second between the device and host memory
+    row_seconds: float  # of a row of a table in host memory
     account: Mapping[str, Json]
     owned: tuple[int, ...]  # indices of the matrices whose momentum this rank holds
     updated: tuple[int, ...]  # of those whose update it computes: of alike ranks, the slowest one's
@@ -123,14 +132,14 @@ class Rank:
         return int(counts["muon"] + counts["adamw"]) + self._tables(mechanisms)
 
     def work(self, b: int, t: int, mechanisms: Collection[str] = ()) -> dict[str, float]:
-        """FLOPs of products, bytes moved, operators launched by forward and backward, and bytes to the host and back
-        (``link``)."""
+        """FLOPs of products, bytes moved, operators launched by forward and backward, bytes to the host and back
+        (``link``), and rows of tables that the host looks up and updates."""
         forms, granule = self.variant(mechanisms), self.account["granule"]
         total = {key: polynomial(forms[key], b, t, granule) for key in ("flops", "bytes", "launches", "link")}
         if self._tables(mechanisms) and "tables_bytes" in forms:
             total["bytes"] += polynomial(forms["tables_bytes"], b, t, granule)
         total["link"] += self._of_rows("link", b, t, mechanisms)
-        return total
+        return total | {"host_rows": self._of_rows("lookups", b, t, mechanisms)}
 
     def _of_rows(self, key: str, b: int, t: int, mechanisms: Collection[str]) -> float:
         rows = (row for row in self._rows(mechanisms) if key in row)
@@ -175,8 +184,10 @@ class Rank:
         """t_r(b): forward and backward without exchange. The rank's rates must be known."""
         assert self.rates is not None
         work = self.work(b, t, mechanisms)
-        rates = (*self.rates, self.link_rate)
-        modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], rates, work["link"])
+        rates = (*self.rates, self.link_rate, self.row_seconds)
+        modelled = seconds(
+            self.kind, work["flops"], work["bytes"], work["launches"], rates, work["link"], work["host_rows"]
+        )
         return modelled * ratio_at(self.compute_ratios, b)
 
     def sample_seconds(self, b: int, t: int) -> float:
@@ -209,10 +220,10 @@ class Rank:
         return found
 
     def hosted(self, b: int, t: int, mechanisms: Collection[str] = ()) -> tuple[int, int]:
-        """(bytes that mechanisms hold in host memory, how many of them are pinned)."""
+        """(bytes that mechanisms hold in host memory, how many of them are pinned). For a CPU nothing is pinned."""
         offloaded = polynomial(self.variant(mechanisms)["host"], b, t, self.account["granule"])
         held, pinned = (offloaded + self._of_rows(key, b, t, mechanisms) for key in ("host", "pinned"))
-        return round(held), 0 if self.kind == "cpu" else round(pinned)
+        return (round(held - pinned), 0) if self.kind == "cpu" else (round(held), round(pinned))
 
     def peak(self, b: int, t: int, mechanisms: Collection[str] = ()) -> float:
         """The higher of the two peaks, with the allocator's overhead. A CPU's own memory is the host's."""

@@ -9,6 +9,7 @@ from planner.passes.ledger import Ledger
 from planner.passes.memory import put_memory
 from planner.passes.search import Candidate, Choice, Search
 from planner.views.words import size
+from schemas.document import reading, unknown
 from schemas.form import Json
 
 
@@ -70,6 +71,24 @@ class _Decided:
                 inputs=[f"/ranks/{place}/memory/limit"],
                 rejected=[] if search.off else self._other_sets(place, pick),
             )
+            for name in pick.mechanisms:
+                self._put_worth(place, pick, name)
+
+    def _put_worth(self, place: int, pick: Candidate, name: str) -> None:
+        """What one engaged mechanism saves of the rank's peak, and costs of its step, beside the others."""
+        without = tuple(other for other in pick.mechanisms if other != name)
+        inputs = [f"/ranks/{place}/{key}" for key in ("batch", "seq", "dtype")] + ["/fit/mechanisms"]
+        samples, where = self.batches[place], f"/ranks/{place}/worth/{name}"
+        saves = round(self.search.weigh(place, samples, without).peak - pick.peak)
+        why = f"the peak without {name} less the peak with it, all else alike"
+        self.ledger.put(f"{where}/saves", reading(saves, "B", "computed", why, inputs=inputs))
+        if pick.seconds is None:
+            self.ledger.put(f"{where}/costs", unknown("s", "the rank's rates are unknown", inputs=inputs))
+            return
+        costs = self.search.seconds(place, samples, pick.mechanisms) - self.search.seconds(place, samples, without)
+        inputs += [f"/ranks/{place}/rates/{key}" for key in ("products", "bandwidth", "launch")]
+        why = f"forward, backward and update with {name} less those without it, all else alike"
+        self.ledger.put(f"{where}/costs", reading(float(costs), "s", "computed", why, inputs=inputs))
 
     def _own(self, pick: Candidate) -> list[str]:
         return [name for name in pick.mechanisms if self.rows[name]["scope"] == "rank"]

@@ -37,6 +37,8 @@ def policy(
         _rates(ledger, base, device)
         if carries(account):
             _host_link(ledger, base, device)
+        if any("lookups" in row for row in account["mechanisms"].values()):
+            ledger.put(f"{base}/rates/host_row", constants.HOST_ROW_SECONDS.reading())
     _drop_kernel_keys(ledger, account)
     _newton_schulz_dtype(ledger, account)
     _adamw(ledger, account)

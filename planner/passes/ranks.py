@@ -64,6 +64,7 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         kernels={name: choice["chosen"] for name, choice in entry["kernels"].items()},
         rates=None if None in rates else (rates[0], rates[1], rates[2]),
         link_rate=entry["rates"]["host_link"]["value"] if "host_link" in entry["rates"] else math.inf,
+        row_seconds=entry["rates"]["host_row"]["value"] if "host_row" in entry["rates"] else 0.0,
         account=account,
         owned=max(sets, key=lambda owned: elements_of(account, owned)),
         updated=max(sets, key=lambda owned: flops_of(account, owned)),

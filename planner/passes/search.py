@@ -133,6 +133,10 @@ class Search:
             self._timed[key] = rank.compute_seconds(samples, length, mechanisms), after
         return self._timed[key]
 
+    def seconds(self, place: int, samples: int, mechanisms: Mechanisms) -> float:
+        """The predicted time of forward, backward and all that comes after, gains counted too."""
+        return sum(self._times(place, samples, mechanisms))
+
     def holds(self, place: int, candidate: Candidate) -> bool:
         """Whether device and host have room for it."""
         limit, room = self.limits[place], self.rooms[place]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from planner.passes.calibrated import calibrated_time
@@ -14,6 +15,7 @@ from schemas.form import Json
 
 NO_DIFFERENCE = 0.03  # a predicted gain this near to 1 is none
 _RATES = ("products", "bandwidth", "launch")
+_CARRIED = {"link": "host_link", "host_rows": "host_row"}
 
 
 def step(
@@ -44,12 +46,12 @@ def _work(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
     rank = rank_facts(ledger.draft, account, place)
     mechanisms = [*ledger.value("/fit/mechanisms"), *entry["mechanisms"]["chosen"]]
     inputs = ["/workload/digest", f"{base}/batch", f"{base}/seq", f"{base}/dtype", f"{base}/mechanisms"]
-    units = {"flops": "FLOP", "bytes": "B", "launches": "", "link": "B"}
+    units = {"flops": "FLOP", "bytes": "B", "launches": "", "link": "B", "host_rows": ""}
+    told = {"link": "bytes to host memory and back", "host_rows": "rows of tables that the host brings and updates"}
     for key, value in rank.work(entry["batch"]["chosen"], entry["seq"]["chosen"], mechanisms).items():
-        if key == "link" and not value:
+        if key in told and not value:
             continue
-        told = "bytes to host memory and back" if key == "link" else key
-        why = f"{told} of forward and backward, counted on the meta build"
+        why = f"{told.get(key, key)} of forward and backward, counted on the meta build"
         ledger.put(f"{base}/demand/{key}", reading(float(value), units[key], "computed", why, inputs=inputs))
     source = "/exchange/owners" if "owners" in ledger.draft["exchange"] else "/workload/digest"
     for key, value in rank.update_work(mechanisms).items():
@@ -62,23 +64,27 @@ def _compute(ledger: Ledger, place: int) -> None:
     base, kind = f"/ranks/{place}", kind_of(ledger.draft, ledger.draft["ranks"][place])
     how = "launches x launch + " if kind == "cpu" else "the longer of launches x launch and "
 
-    def time(flops: float, moved: float, launches: float, *rates: float) -> float:
-        return seconds(kind, flops, moved, launches, rates)
-
-    def carrying(flops: float, moved: float, launches: float, link: float, *rates: float) -> float:
-        return seconds(kind, flops, moved, launches, rates, link)
-
+    demand = ledger.draft["ranks"][place]["demand"]
     for part, prefix in (("compute", ""), ("optimizer", "optimizer_")):
-        work = [f"{base}/demand/{prefix}{name}" for name in ("flops", "bytes", "launches")]
-        rates = [f"{base}/rates/{name}" for name in _RATES]
-        carried = part == "compute" and "link" in ledger.draft["ranks"][place]["demand"]
-        if carried:
-            work, rates = [*work, f"{base}/demand/link"], [*rates, f"{base}/rates/host_link"]
-        copies = " or link / host link" if carried else ""
-        said = (f"{how}FLOP / products + bytes / bandwidth{copies}", f"{base}/batch" if part == "compute" else None)
+        carried = [key for key in _CARRIED if prefix + key in demand]
+        rates = [f"{base}/rates/{name}" for name in (*_RATES, *[_CARRIED[key] for key in carried])]
+        work = [f"{base}/demand/{prefix}{name}" for name in ("flops", "bytes", "launches", *carried)]
+
+        def time(*values: float, carried: list[str] = carried) -> float:
+            flops, moved, launches, *amounts = values[: 3 + len(carried)]
+            products, bandwidth, launch, *ways = values[3 + len(carried) :]
+            of, at = dict(zip(carried, amounts, strict=True)), dict(zip(carried, ways, strict=False))
+            rates = (products, bandwidth, launch, at.get("link", math.inf), at.get("host_rows", 0.0))
+            return seconds(kind, flops, moved, launches, rates, of.get("link", 0.0), of.get("host_rows", 0.0))
+
+        copies = " or link / host link" if "link" in carried else ""
+        rows = " + rows x the host's time a row" if "host_rows" in carried else ""
+        said = (
+            f"{how}FLOP / products + bytes / bandwidth{copies}{rows}",
+            f"{base}/batch" if part == "compute" else None,
+        )
         taught = f"{base}/calibration/{part}"
-        formula = carrying if carried else time
-        calibrated_time(ledger, f"{base}/step/{part}", taught, formula, work, rates, said, measurable=True)
+        calibrated_time(ledger, f"{base}/step/{part}", taught, time, work, rates, said, measurable=True)
 
 
 def _exchange(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
