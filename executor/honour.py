@@ -31,16 +31,30 @@ class BadRank(Exception):
 def device_facts(rank: RankSlice) -> tuple[dict[str, Json], dict[str, Json]]:
     """(this rank's device as it is now, the toolchain's versions), as plain values, probed anew.
 
-    Where the planned card is gone, the device is the CPU, and the rules say so.
+    Where the planned card is gone, the device is the CPU, and ``here`` says what there is instead.
     """
+    here = None
     try:
         body = probe.fleet("auto" if rank.kind == "cuda" else "cpu:1")
-    except Usage:  # the planned card is not among this machine's
-        body = probe.fleet("cpu:1")
+    except Usage:  # the planned card is not among this machine's, or the driver is broken
+        here, body = _cards_here(), probe.fleet("cpu:1")
     identity, device = next(iter(body["devices"].items()))
     found: dict[str, Json] = {"id": rank.device if device["kind"] == "cpu" else identity, "kind": device["kind"]}
     found |= {key: device[key]["value"] for key in _DEVICE if key in device}
+    if rank.kind == "cuda" and device["kind"] == "cpu":
+        found["here"] = here or "no card is visible here"
     return found, {name: item["value"] for name, item in body["toolchain"].items()}
+
+
+def _cards_here() -> str:
+    """What cards there are, whichever of them this process was to see."""
+    environ = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    try:
+        cards = probe.fleet("auto", environ=environ)["devices"]
+    except Usage as error:
+        return str(error)
+    named = [f"{item['name']['value']} ({', '.join(item['ids'])})" for item in cards.values() if item["kind"] == "cuda"]
+    return f"here are {', '.join(named)}" if named else "no card is visible here"
 
 
 def workload_facts(workload: Workload, model: Any, opt: str) -> str:

@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,11 @@ def run(plan: dict[str, Any], data: Path, run_dir: Path, *, on: Sequence[int] = 
 def gate(arguments: Sequence[str], fault: str | None = None) -> list[Any]:
     """The command ``executor.gate`` on two ranks; gives each rank's code and words. See `_gate`."""
     return _served({"arguments": list(arguments), "fault": fault}, (0, 1))
+
+
+def commands(words: Sequence[Sequence[str]]) -> list[Any]:
+    """The executor's command, on a rank for each row of ``words``; gives each rank's code and words."""
+    return _served({"words": [list(row) for row in words]}, range(len(words)))
 
 
 def _served(job: dict[str, Any], on: Sequence[int]) -> list[Any]:
@@ -72,7 +77,8 @@ def _serve(connection: Connection) -> None:
     while True:
         world, job = connection.recv()
         os.environ.update(world)
-        connection.send(_gate(**job) if "arguments" in job else _train(int(world["RANK"]), **job))
+        job_of = _gate if "arguments" in job else partial(_command if "words" in job else _train, int(world["RANK"]))
+        connection.send(job_of(**job))
 
 
 def _train(
@@ -142,3 +148,16 @@ def _gate(arguments: list[str], fault: str | None) -> dict[str, Any]:
     finally:
         for owner, attribute, original in undo:
             setattr(owner, attribute, original)
+
+
+def _command(rank: int, words: list[list[str]]) -> dict[str, Any]:
+    """The code and the words of this rank's part in the executor's command."""
+    from executor import __main__ as runner
+
+    said, before = io.StringIO(), {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            return {"code": runner.main(words[rank]), "words": said.getvalue()}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -9,25 +9,10 @@ import pytest
 from planner.machine.wheels import WHEELS, holds, serving
 from planner.passes.compile import compile_plan
 from planner.passes.legality import kernel_veto, legal
-from planner.refusals.rules import RULES, Refused
 from schemas.document import reading
-from schemas.seal import seal
-from worlds import account, cases, fleet, request
+from worlds import account, cases, machine, request
 
 MATRIX = cases("matrix.json")
-
-
-def _machine(row: dict[str, Any]) -> dict[str, Any]:
-    """A record of one made-up card a capability, changed as ``row`` says."""
-    found = fleet(*[1e12] * len(row["sm"]), free=row.get("free", 10**12))
-    for device, sm in zip(found["devices"].values(), row["sm"], strict=True):
-        device["sm"] = reading(sm, "", "declared", "made up")
-        device |= {key: reading(value, "", "declared", "made up") for key, value in row.get("device", {}).items()}
-    for package, value in row.get("toolchain", {}).items():
-        found["toolchain"][package] = reading(value, "", "declared", "made up")
-    for node in found["nodes"].values():
-        node |= {key: reading(value, "", "declared", "made up") for key, value in row.get("node", {}).items()}
-    return seal(found)
 
 
 @pytest.mark.parametrize("row", MATRIX, ids=lambda row: row["generation"])
@@ -40,7 +25,7 @@ def test_the_matrix_of_the_specification_holds_row_by_row(row: dict[str, Any]) -
 
 @pytest.mark.parametrize("row", MATRIX, ids=lambda row: row["generation"])
 def test_a_plan_runs_what_the_matrix_says_runs_and_counts_what_it_could(row: dict[str, Any]) -> None:
-    plan = compile_plan(request(), _machine({"sm": [row["sm"]], "device": {"name": row["example"]}}), account())
+    plan = compile_plan(request(), machine({"sm": [row["sm"]], "device": {"name": row["example"]}}), account())
     dtype = plan["ranks"][0]["dtype"]
     assert dtype["chosen"] == row["runs"]
     assert dtype["outcome"] == ("fallback" if row["runs"] == "fp32" else "default")
@@ -50,28 +35,15 @@ def test_a_plan_runs_what_the_matrix_says_runs_and_counts_what_it_could(row: dic
 
 
 def test_a_gtx_16xx_is_kept_from_half_precision_for_a_reason_of_its_own() -> None:
-    found = _machine({"sm": ["7.5"], "device": {"name": "NVIDIA GeForce GTX 1650"}})
+    found = machine({"sm": ["7.5"], "device": {"name": "NVIDIA GeForce GTX 1650"}})
     rejected = compile_plan(request(), found, account())["ranks"][0]["dtype"]["rejected"]
     assert "GTX 16xx" in next(row["why"] for row in rejected if row["option"] == "fp16")
-    other = _machine({"sm": ["7.5"], "device": {"name": "NVIDIA GeForce RTX 2060"}})
+    other = machine({"sm": ["7.5"], "device": {"name": "NVIDIA GeForce RTX 2060"}})
     assert "GTX 16xx" not in str(compile_plan(request(), other, account())["ranks"][0]["dtype"]["rejected"])
 
 
-@pytest.mark.parametrize("row", cases("machine_refusals.json"), ids=lambda row: row["name"])
-def test_a_machine_that_cannot_serve_is_refused_by_name(row: dict[str, Any]) -> None:
-    with pytest.raises(Refused) as caught:
-        compile_plan(request(), _machine(row), account())
-    assert row["code"] in [refusal.code for refusal in caught.value.refusals]
-    assert all(words in caught.value.text() for words in (f"refused ({row['code']})", "to fix:", *row["says"]))
-
-
-def test_every_refusal_of_a_machine_has_a_case() -> None:
-    rules = {rule.code for rule in RULES if rule.test.__module__ == "planner.refusals.of_machines"}
-    assert rules == {row["code"] for row in cases("machine_refusals.json")}
-
-
 def test_an_exclusive_card_that_is_free_is_planned() -> None:
-    found = _machine({"sm": ["8.6"], "device": {"compute_mode": "exclusive_process"}})
+    found = machine({"sm": ["8.6"], "device": {"compute_mode": "exclusive_process"}})
     assert compile_plan(request(), found, account())["ranks"][0]["dtype"]["chosen"] == "bf16"
 
 
@@ -87,7 +59,7 @@ def test_legality_and_the_toolchains_word_are_two_readings_and_the_stricter_wins
     assert "not installed" in (kernel_veto(row, "cuda", "7.5", "fp32", {}, {}) or "")
     plan = compile_plan(
         request(),
-        _machine({"sm": ["7.5"], "toolchain": {"arch_list": ["7.5"], "triton": "3.6.0", "cuda": "13.0"}}),
+        machine({"sm": ["7.5"], "toolchain": {"arch_list": ["7.5"], "triton": "3.6.0", "cuda": "13.0"}}),
         account(),
     )
     served, capability = plan["ranks"][0]["served"], plan["ranks"][0]["capability"]

@@ -15,7 +15,7 @@ from planner.passes.compile import PASSES, compile_plan
 from planner.passes.layout import lay_out
 from planner.passes.link import Rings, at_size, lane_rate, ring_volume
 from planner.passes.split import Group, assign_owners, split_samples
-from planner.refusals.rules import RULES, Refused
+from planner.refusals.rules import Refused
 from schemas.document import reading, tally, walk
 from schemas.form import render
 from schemas.seal import verify
@@ -236,22 +236,6 @@ def test_a_rank_is_capped_by_its_memory_and_the_others_take_the_rest() -> None:
     assert capped["memory"]["peak"]["value"] <= capped["memory"]["limit"]["value"]
 
 
-@pytest.mark.parametrize("row", cases("refusals.json"), ids=lambda row: row["name"])
-def test_what_cannot_be_honoured_is_refused_with_four_parts(row: dict[str, Any]) -> None:
-    found = fleet(*row["fleet"], sm=row.get("sm", "8.6"), free=row.get("free", 10**12))
-    work = _opt(row["request"])
-    for key, asked in row.get("config", {}).items():
-        work["config"][key] = {"asked": asked, "chosen": asked, "why": "asked for"}
-    work["mechanisms"] |= row.get("mechanisms", {})
-    with pytest.raises(Refused) as caught:
-        compile_plan(request(**row["request"]), found, work)
-    assert row["code"] in [refusal.code for refusal in caught.value.refusals]
-    text = caught.value.text()
-    for words in (f"refused ({row['code']})", "found:", "why:", "to fix:", *row["says"]):
-        assert words in text
-    assert text.count(f"refused ({row['code']})") == row.get("times", 1)
-
-
 def test_following_the_larger_budget_that_a_refusal_names_is_planned() -> None:
     asked, found, work = request(fit=[10_000_000]), fleet(1e12, free=10**12), account()
     with pytest.raises(Refused, match="does-not-fit") as caught:
@@ -266,20 +250,6 @@ def test_fp16_on_a_cpu_is_reckoned_by_scalar_products() -> None:
     rates = [made["ranks"][0]["rates"]["products"]["value"] for made in (whole, half)]
     assert rates[0] > 10 * rates[1]
     assert half["step"]["seconds"]["value"] > 2 * whole["step"]["seconds"]["value"]
-
-
-def test_every_refusal_of_planning_has_a_case() -> None:
-    planning = {rule.code for rule in RULES if rule.when in ("request", "plan")}
-    planning -= {rule.code for rule in RULES if rule.test.__module__ == "planner.refusals.of_machines"}
-    elsewhere = {"mixed-kinds", "kernel-unsupported", "calibration-unlike", "data-too-short", "host-does-not-fit"}
-    assert planning == {row["code"] for row in cases("refusals.json")} | elsewhere
-
-
-def test_cpu_and_cuda_ranks_are_not_mixed() -> None:
-    found = fleet(1e12)
-    found["devices"] |= record()["devices"]
-    with pytest.raises(Refused, match="mixed-kinds"):
-        compile_plan(request(), found, account())
 
 
 def test_a_kernel_asked_for_where_it_cannot_run_is_refused_and_auto_falls_back_counted() -> None:

@@ -82,6 +82,19 @@ def fleet(*speeds: float, free: int | None = 10**12, sm: str = "8.6") -> dict[st
     return seal({**found, "toolchain": found["toolchain"] | installed, "devices": devices})
 
 
+def machine(row: dict[str, Any]) -> dict[str, Any]:
+    """A record of one made-up card for each compute capability of ``row``, changed as it says."""
+    found = fleet(*[1e12] * len(row["sm"]), free=row.get("free", 10**12))
+    for device, sm in zip(found["devices"].values(), row["sm"], strict=True):
+        device["sm"] = reading(sm, "", "declared", "made up")
+        device |= {key: reading(value, "", "declared", "made up") for key, value in row.get("device", {}).items()}
+    for package, value in row.get("toolchain", {}).items():
+        found["toolchain"][package] = reading(value, "", "declared", "made up")
+    for node in found["nodes"].values():
+        node |= {key: reading(value, "", "declared", "made up") for key, value in row.get("node", {}).items()}
+    return seal(found)
+
+
 def run_of(plan: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A run that measured everything exactly as predicted."""
     measured = {}

@@ -69,8 +69,8 @@ def ways_to_fit(plan: Mapping[str, Json], request: Mapping[str, Json], account: 
     worst = max(rooms, key=lambda room: room.least(granule) - (room.limit or 0))
     what = "weights, gradients, optimizer state" + (" and CUDA's libraries" if worst.rank.kind == "cuda" else "")
     return (
-        f"a smaller model or a larger device: one sequence of {granule} takes {size(round(worst.least(granule)))}, "
-        f"and {what} alone hold {size(_state(worst))}"
+        f"a smaller model (--model, --set) or a larger device: one sequence of {granule} takes "
+        f"{size(round(worst.least(granule)))}, and {what} alone hold {size(_state(worst))}"
     )
 
 

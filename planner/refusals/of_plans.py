@@ -246,7 +246,7 @@ def mechanisms_exclude(plan: Facts, facts: Facts) -> Iterator[Refusal]:
                 f"--mechanisms {','.join(asked)}",
                 f"{name} and {other} in one run",
                 "both decide what is kept of the same activations",
-                f"leave {name} or {other} out",
+                f"leave {name} or {other} out of --mechanisms",
             )
 
 

@@ -90,6 +90,8 @@ def device_changed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 
 def _changes(planned: Facts, found: Facts, identity: str) -> list[str]:
     """What of a probed device is another now."""
+    if planned["kind"] == "cuda" and found["kind"] == "cpu":
+        return [f"it is not here: {found.get('here', 'no card is visible here')}"]
     changes = [
         f"{key} was {planned[key]['value']}, is {found[key]}"
         for key in ("name", "vector_bits", "sm")
@@ -106,7 +108,7 @@ def _less_capable(planned: Facts, found: Facts) -> list[str]:
     """What a device has less of than the card of the catalogue that was planned. Memory may be a tenth less: a data
     sheet's is the marketed one."""
     if found["kind"] != "cuda":
-        return [f"is {found['kind']} {found['id']}, not a card"]
+        return [f"no card is there for it: {found.get('here', 'no card is visible here')}"]
     name, wanted, total = found.get("name") or found["id"], planned["sm"]["value"], planned["memory_total"]["value"]
     less = []
     if found.get("sm") is None or sm(found["sm"]) < sm(wanted):
