@@ -119,7 +119,7 @@ def _run(plan: dict[str, Any], options: argparse.Namespace) -> int:
 
     rank = _rank()
     own = rank_slice(plan, rank)
-    launch.confine(own.device, own.kind)
+    launch.confine(own.device, own.kind, own.allocator)
     from executor.honour import BadRank
     from executor.run import Places, execute
     from planner.refusals.rules import Refused

@@ -3,6 +3,7 @@
 - RMSNorm is one kernel there, which keeps its input and one number a row. A CPU's is several operators, which keep a
   normalised copy of the input besides.
 - Autocast runs softmax, norms and losses in fp32 there; a CPU's leaves some of them in 16 bits.
+- The gradient of an embedding is summed there over sorted indices, in memory that the operator takes and returns.
 
 Only shapes are right here: nothing is computed.
 """
@@ -39,6 +40,28 @@ def _norm_backward(
     return _whole(x), torch.empty_like(x if weight is None else weight)
 
 
+_ROWS_A_SUM = 10  # indices that are summed at a time, in torch's EmbeddingBackwardKernel.cu
+_FEW_ROWS = 3072
+
+
+def _sorting(gradient: Tensor, indices: Tensor, rows: int, *_: Any, out: Tensor) -> int:
+    """Bytes that the gradient of ``rows`` embeddings takes within itself: int64 copies of the indices and bounds of
+    what is summed, and the partial sums in fp32.
+
+    Those are of the indices' own number or of the rows', whichever is less: of few rows these, of many those, so that
+    it stays a line over tokens. Few indices are not sorted, and take nothing: then it says too much.
+    """
+    count, width = indices.numel(), gradient.shape[-1]
+    segments = rows if rows <= _FEW_ROWS else count
+    sums = count // _ROWS_A_SUM + segments
+    return 8 * (3 * count + 2 * segments + sums + 2) + max(4, gradient.element_size()) * sums * width
+
+
+TEMPORARY: dict[str, Callable[..., int]] = {"aten::embedding_dense_backward": _sorting}
+"""Operators that take memory of their own on a card: bytes, as a function of arguments and result."""
+temporary: dict[str, Callable[..., int]] = {}
+"""Those of them that count now: all inside `as_on_a_card`, else none."""
+
 # What stands for them on tensors without memory.
 SHAPES: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._fused_rms_norm.default: _norm,
@@ -72,6 +95,8 @@ def as_on_a_card() -> Iterator[None]:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
             library.impl(name, _widened(operator), "AutocastCPU")  # type: ignore[no-untyped-call]
+        temporary.update(TEMPORARY)
         yield
     finally:
+        temporary.clear()
         library._destroy()  # type: ignore[no-untyped-call]

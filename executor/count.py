@@ -3,8 +3,9 @@
 A Tally is a dispatch mode, so it sees every operator that reaches a backend, in forward, backward and optimizer alike,
 on real, fake and meta tensors. Bytes alive are the storages that operators made and nobody has let go yet, by weak
 reference: what a custom function keeps for its backward is counted like everything else. Memory that an operator
-takes and returns inside itself is not seen. An opaque operator costs what is registered beside it. What
-``dormouse::offload`` gives lies in host memory: it and ``dormouse::restore`` move bytes over the link.
+takes and returns inside itself is not seen, but told: of an opaque operator by what is registered beside it, of torch's
+own on a card by ``executor.card``. What ``dormouse::offload`` gives lies in host memory: it and ``dormouse::restore``
+move bytes over the link.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor.card import temporary
 from executor.kernels.registry import Cost, costs
 from executor.phantom import Phantom, is_view, on_meta, storage_of
 from planner.door import Form
@@ -46,11 +48,13 @@ Counts = dict[str, int]
 
 
 class Role(NamedTuple):
-    """What one operator is to a tally. ``asks``: a question to a tensor (its device), no work; ``free``: a view, or
-    memory left as it was; ``gathers``: reads of its first argument only what it gives; ``casts``: gives a tensor in
-    another dtype; ``offloads``: gives host memory; ``carries``: over the link; ``cost``: entered beside it, or None;
-    ``flops``: of its matrix products, from (its arguments, its keyword arguments, its result), or None."""
+    """What one operator, ``name`` in its schema, is to a tally. ``asks``: a question to a tensor (its device), no work;
+    ``free``: a view, or memory left as it was; ``gathers``: reads of its first argument only what it gives; ``casts``:
+    gives a tensor in another dtype; ``offloads``: gives host memory; ``carries``: over the link; ``cost``: entered
+    beside it, or None; ``flops``: of its matrix products, from (its arguments, its keyword arguments, its result), or
+    None."""
 
+    name: str
     asks: bool
     free: bool
     gathers: bool
@@ -73,6 +77,7 @@ def _role(func: Any) -> Role:
 def _role_of(func: Any) -> Role:
     name = func._schema.name
     return Role(
+        name=name,
         asks=func.namespace == "prim",
         free=is_view(func) or name in _FREE,
         gathers=name in _GATHERS,
@@ -138,8 +143,10 @@ class Tally(TorchDispatchMode):
         weight = role.casts and id(storage_of(args[0])) in self._known
         for output in outputs:
             self._watch(output, role.offloads, WEIGHTS if weight else self._place())
-        inside = 0 if role.cost is None or role.carries else role.cost.temporary(*args, out=result)
+        inside = _inside(role, args, result)
         self.peak = max(self.peak, self.live + inside)
+        if self._gradients:
+            self.tables_peak = max(self.tables_peak, self.live + inside)
         self.course.append((self.live + inside, inside))
         return result
 
@@ -187,6 +194,13 @@ class Tally(TorchDispatchMode):
     def _grow_host(self, nbytes: int) -> None:
         self._hosted += nbytes
         self.host = max(self.host, self._hosted)
+
+
+def _inside(role: Role, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that an operator takes and returns within itself."""
+    if role.cost is not None:
+        return 0 if role.carries else role.cost.temporary(*args, out=result)
+    return temporary[role.name](*args, out=result) if role.name in temporary else 0
 
 
 def tensors_in(items: Iterable[Any]) -> Iterator[Tensor]:

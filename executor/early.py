@@ -3,11 +3,15 @@ processes, and the place it is to be recorded in."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from planner.refusals.refusal import Refusal
 from planner.refusals.rules import judge
 from schemas.form import Json
+
+# The variables that torch reads how a card's memory grows from.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def refusals(
@@ -19,4 +23,5 @@ def refusals(
     the run could not be recorded.
     """
     facts = {"world_size": processes, "rank": 0, "ranks": [], "record_unwritable": unrecordable, "plan_path": path}
+    facts["allocator"] = {name: os.environ[name] for name in _ALLOCATOR if name in os.environ}
     return [*judge("plan", plan, {}), *judge("start", plan, facts)]

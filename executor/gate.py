@@ -206,7 +206,7 @@ def _checked(shared: Mapping[str, Json], options: argparse.Namespace, meeting: M
 
     plan = shared["plans"]["equal"]
     own = rank_slice(plan, meeting.rank)
-    launch.confine(own.device, own.kind)
+    launch.confine(own.device, own.kind, own.allocator)
     from executor.gates import link
     from executor.gates.bench import Bench
     from executor.gates.checks import Gates

@@ -14,9 +14,12 @@ from threading import Thread
 from typing import Any, NoReturn
 
 from executor import voice
+from planner.door import ALLOCATORS
 
 GUARD = "DORMOUSE_RELAUNCHED"
 OUTCOME = "DORMOUSE_OUTCOME"
+
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 _EAR, _LAUNCHER, _TOLD = "stderr", "launcher", "told"  # in the folder that OUTCOME names
 _DRAIN_SECONDS = 5.0
@@ -184,13 +187,16 @@ def leave_code(rank: int, code: int, agreed: bool) -> int:
     return 0 if agreed else code
 
 
-def confine(device: str, kind: str) -> None:
-    """Let this process see its own card alone, before torch or any kernel library looks. CPU ranks see none.
+def confine(device: str, kind: str, allocator: str = "none") -> None:
+    """Let this process see its own card alone, before torch or any kernel library looks. CPU ranks see none. Its memory
+    grows as ``allocator`` says ("none": as torch has it): torch reads that once, when it begins.
 
     A card of the catalogue has no identity: the rank takes the visible card of its place, and the facts say whether
     that one is no less capable.
     """
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    if allocator in ALLOCATORS:
+        os.environ[ALLOCATOR_VARIABLE] = ALLOCATORS[allocator]
     if kind != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif device.startswith("card-"):

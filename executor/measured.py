@@ -111,6 +111,12 @@ def _peak(read: Callable[[Peaks], int]) -> Callable[[Seen], Taken]:
     return take
 
 
+def _reserved(seen: Seen) -> Taken:
+    if seen.peaks.reserved is None:
+        return Taken(None, reason="a CPU's allocator reserves nothing" if seen.rank.kind == "cpu" else _NO_STEP)
+    return Taken(seen.peaks.reserved, seen.peaks.samples, seen.peaks.instrument)
+
+
 def _host(seen: Seen) -> Taken:
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there and KiB elsewhere
     return Taken(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, 1, "getrusage")
@@ -156,6 +162,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("memory/backward_peak", "B", "max", _peak(lambda peaks: peaks.backward)),
     Quantity("memory/optimizer_peak", "B", "max", _peak(lambda peaks: peaks.optimizer)),
     Quantity("memory/peak", "B", "max", _peak(lambda peaks: max(peaks.backward, peaks.optimizer))),
+    Quantity("memory/reserved", "B", "max", _reserved),
     Quantity("memory/host", "B", "max", _host),
     Quantity("step/compute", "s", "median", _seconds("compute")),
     Quantity("step/exchange", "s", "median", _seconds("exchange")),

@@ -59,16 +59,19 @@ def probe(kind: str, steps: int, alive: Callable[[], int]) -> Probe:
     return CardProbe() if kind == "cuda" else CpuProbe(steps, alive)
 
 
-def pressure(kind: str, peaks: Peaks | None) -> dict[str, dict[str, Json]]:
-    """How near the card's allocator came to its end, ``{name: {"value", "reason"}}``: bytes reserved at most, and how
-    often it gave its whole cache back to find room. Retries are of the process, the smoke launch included."""
-    names = ("reserved_bytes", "allocator_retries")
+def allocator(kind: str) -> str | None:
+    """How the memory of this process's card grows, by what lies there: "expandable" or "segments"; None on a CPU."""
     if kind != "cuda":
-        return {name: {"value": None, "reason": "a CPU's allocator keeps no such count"} for name in names}
-    if peaks is None or peaks.reserved is None:
-        return {name: {"value": None, "reason": "the run ended before a step was done"} for name in names}
-    values = (peaks.reserved, torch.cuda.memory_stats()["num_alloc_retries"])
-    return {name: {"value": value, "reason": None} for name, value in zip(names, values, strict=True)}
+        return None
+    lying = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return "expandable" if any(row["is_expandable"] for row in lying) else "segments"
+
+
+def pressure(kind: str) -> dict[str, dict[str, Json]]:
+    """How near the card's allocator came to its end, ``{name: {"value", "reason"}}``: how often it gave its whole cache
+    back to find room. It is of the process, the smoke launch included."""
+    value = torch.cuda.memory_stats()["num_alloc_retries"] if kind == "cuda" else None
+    return {"allocator_retries": {"value": value, "reason": None if kind == "cuda" else "a CPU's allocator has none"}}
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

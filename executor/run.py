@@ -483,12 +483,11 @@ class _Run:
     def _entry(self, outcome: str, reason: str | None, ranks: Mapping[int, Json]) -> dict[str, Json]:
         seen = {rank: rows for rank, rows in ranks.items() if rows is not None}
         lines = measured.lines(self.plan, seen, f"the run {outcome} before the rank gave its measurements")
-        pressed = pressure(self.rank.kind, None if self.meter is None else self.meter.probe.peaks)
         return compose(
             self.name, self.start, outcome, reason, self.progress,
             fingerprint(self.model) if outcome == "finished" else None,
-            self.rows, self._source(), conditions.seen(self.rank.kind, self.rank.device) | pressed, *lines,
-            self._resumed(),
+            self.rows, self._source(), conditions.seen(self.rank.kind, self.rank.device) | pressure(self.rank.kind),
+            *lines, self._resumed(),
         )  # fmt: skip
 
     def _resumed(self) -> dict[str, Json] | None:

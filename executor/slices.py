@@ -12,7 +12,8 @@ from schemas.form import Json
 @dataclass(frozen=True)
 class RankSlice:
     """One rank: where it runs and what it computes with. ``entry`` is its place in the plan's ``ranks``;
-    ``loss_scaling`` says whether any rank of the fleet computes in fp16, for then the loss of every rank is scaled."""
+    ``loss_scaling`` says whether any rank of the fleet computes in fp16, for then the loss of every rank is scaled;
+    ``allocator`` is how its card's memory grows ("none" on a CPU)."""
 
     rank: int
     size: int
@@ -24,6 +25,7 @@ class RankSlice:
     kernels: Mapping[str, str]
     mechanisms: tuple[str, ...]
     loss_scaling: bool
+    allocator: str
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,14 @@ def rank_slice(plan: Mapping[str, Json], rank: int) -> RankSlice:
         kernels={name: item["chosen"] for name, item in entry["kernels"].items()},
         mechanisms=(*entry["mechanisms"]["chosen"], *plan["fit"]["mechanisms"]["chosen"]),
         loss_scaling=any(other["dtype"]["chosen"] == "fp16" for other in plan["ranks"]),
+        allocator=_allocator(plan, kinds[device]),
     )
+
+
+def _allocator(plan: Mapping[str, Json], kind: str) -> str:
+    """How the memory of a device of ``kind`` grows. A plan from before there was a choice has torch's default."""
+    row = plan["workload"]["config"].get("allocator")
+    return "none" if kind != "cuda" else "segments" if row is None else str(row["chosen"])
 
 
 def work_slice(plan: Mapping[str, Json]) -> WorkSlice:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from executor import peaks
 from executor.count import Tally
 from executor.guest import told
 from executor.kernels import registry
@@ -29,6 +30,7 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
         ``unused``: the trainable parameters that no gradient reached;
         ``dtype``: of the products with parameters, by the largest share of their FLOPs (None where there are none);
         ``kernels``: of each kernel, the choice that ran (several: separated by commas);
+        ``allocator``: how the device's memory grows, "expandable" or "segments" (None on a CPU);
         ``kept``: bytes of the storages that lie there when forward is over, by the part of the model that made them.
     """
     registry.calls.clear()
@@ -51,6 +53,7 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
         "unused": unused,
         "dtype": products.ran(),
         "kernels": {kernel: ", ".join(choices) for kernel, choices in ran.items()},
+        "allocator": peaks.allocator(inputs.device.type),
         "kept": kept,
     }
 
@@ -65,7 +68,16 @@ def _forward(model: nn.Module, inputs: Tensor, targets: Tensor, dtype: str) -> t
 
 def failed(rank: int, error: BaseException) -> dict[str, Json]:
     """The row of a rank that ``error`` kept from a smoke launch."""
-    return {"rank": rank, "error": told(error), "nonfinite": [], "unused": [], "dtype": None, "kernels": {}, "kept": {}}
+    return {
+        "rank": rank,
+        "error": told(error),
+        "nonfinite": [],
+        "unused": [],
+        "dtype": None,
+        "kernels": {},
+        "allocator": None,
+        "kept": {},
+    }
 
 
 def _not_finite(model: nn.Module, loss: Tensor) -> list[str]:

@@ -33,6 +33,7 @@ RUNTIME: tuple[Key, ...] = (
     Key("muon_momentum", "float", 0.95, "momentum of Muon", 0.0, 0.9999),
     Key("adamw", "choice", "auto", "how AdamW is computed", choices=("auto", "fused", "ieee")),
     Key("weight_decay", "float", 0.01, "decoupled, on tensors of two dimensions or more", 0.0, 10.0),
+    Key("allocator", "choice", "auto", "how a card's memory grows", choices=("auto", "expandable", "segments", "none")),
     Key("ns_steps", "int", 5, "Newton-Schulz steps", 1, 20),
     Key("ns_dtype", "choice", "auto", "dtype of Newton-Schulz", choices=("auto", "fp32", "bf16")),
     Key("clip", "float", 1.0, "bound on the norm of the fleet's gradient; 0 is no bound", 0.0, 1e9),

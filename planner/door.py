@@ -17,6 +17,8 @@ Value = int | float | str
 STACK_BYTES = 256 * 2**20
 """Of matrices of one shape that Muon iterates at a time, in fp32: enough to fill a card, and an iteration holds about
 three times as much besides. A larger stack of experts stands alone."""
+ALLOCATORS = {"expandable": "expandable_segments:True", "segments": "expandable_segments:False"}
+"""torch's setting of each way that a card's memory can grow."""
 Kind = Literal["int", "float", "choice", "text"]
 
 

@@ -438,3 +438,38 @@ def test_the_command_tells_a_users_mistake_in_one_line_with_exit_code_2(request_
     assert done.stdout == b""
     assert message in done.stderr.decode()
     assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(("rows", "sums"), [(257, 5000 // 10 + 257), (9973, 5000 // 10 + 5000)])
+def test_what_an_embeddings_gradient_takes_within_itself_is_counted_on_a_card_alone(rows: int, sums: int) -> None:
+    found = {}
+    for kind in ("cpu", "cuda"):
+        with phantoms(kind):
+            weight, taken = torch.zeros(rows, 64, requires_grad=True), torch.zeros(5000, dtype=torch.int64)
+            with Tally([weight, taken]) as tally:
+                embedded = nn.functional.embedding(taken, weight)
+                torch.autograd.backward(embedded, embedded.detach())
+        found[kind] = tally.peak
+    assert found["cuda"] - found["cpu"] >= 4 * 64 * sums
+    assert found["cuda"] - found["cpu"] <= 4 * 64 * sums + 8 * 5 * 5000 + 8 * sums + 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width", "count"), [(257, 768, 4096), (600_000, 64, 49_152), (257, 2048, 8192)])
+def test_what_an_embeddings_gradient_takes_within_itself_is_what_a_card_gives_it(
+    rows: int, width: int, count: int
+) -> None:
+    from executor.card import TEMPORARY
+
+    weight = torch.zeros(rows, width, device="cuda", requires_grad=True)
+    embedded = nn.functional.embedding(torch.randint(rows, (count,), device="cuda"), weight)
+    gradient = torch.ones_like(embedded)
+    torch.autograd.backward(embedded, gradient, retain_graph=True)  # libraries loaded
+    weight.grad = None
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.backward(embedded, gradient)
+    taken = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - 4 * weight.numel()
+    indices = torch.empty(count, dtype=torch.int64)
+    counted = TEMPORARY["aten::embedding_dense_backward"](gradient, indices, rows, -1, False, out=weight)
+    assert counted == pytest.approx(taken, rel=1e-3)

@@ -14,7 +14,7 @@ from executor import build, measured
 from executor.clock import Clock
 from executor.data import open_corpus
 from executor.kernels.offload import pool
-from executor.peaks import CardProbe, CpuProbe, Peaks, pressure, storage_bytes
+from executor.peaks import CardProbe, CpuProbe, pressure, storage_bytes
 from executor.run import Places, execute
 from executor.slices import data_slice
 from schemas.document import is_reading, resolve, walk
@@ -46,7 +46,7 @@ def test_every_measurable_reading_is_measured_or_absent_and_predictions_are_copi
 def test_nothing_of_a_cpu_run_is_left_unmeasured(tmp_path: Path) -> None:
     _, entry = run(tmp_path, 6)
     assert entry["absent"] == {}
-    assert {"clocks", "reserved_bytes", "allocator_retries"} <= entry["conditions"].keys()
+    assert {"clocks", "allocator_retries"} <= entry["conditions"].keys()
 
 
 def test_a_run_too_short_for_the_profiler_says_so(tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_a_cards_peaks_are_the_highest_of_each_phase_over_all_steps(monkeypatch:
 
 def test_how_near_a_card_came_to_its_end_is_a_condition_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 3})
-    found = pressure("cuda", Peaks("cuda allocator", reserved=95))
-    assert {name: item["value"] for name, item in found.items()} == {"reserved_bytes": 95, "allocator_retries": 3}
-    for unknown in (pressure("cuda", None), pressure("cuda", Peaks("cuda allocator")), pressure("cpu", None)):
-        assert all(item["value"] is None and item["reason"] for item in unknown.values())
+    assert pressure("cuda") == {"allocator_retries": {"value": 3, "reason": None}}
+    (unknown,) = pressure("cpu").values()
+    assert unknown["value"] is None
+    assert unknown["reason"]
 
 
 @pytest.mark.gpu
@@ -138,7 +138,7 @@ def test_what_a_card_reserves_is_no_less_than_what_it_gives_out() -> None:
     probe.end()
     assert probe.peaks.reserved is not None
     assert probe.peaks.reserved >= probe.peaks.backward >= kept.nbytes
-    assert all(item["value"] is not None for item in pressure("cuda", probe.peaks).values())
+    assert all(item["value"] is not None for item in pressure("cuda").values())
 
 
 def test_spans_that_overlap_count_once() -> None:

@@ -111,7 +111,7 @@ def test_components_sum_to_the_peaks_and_parts_to_their_component(
     assert value["backward_peak"] == state + value["activations"] + value["buckets"]
     assert value["optimizer_peak"] == state + value["update"] + value["buckets"]
     assert value["peak"] == max(value["backward_peak"], value["optimizer_peak"])
-    assert {*value} <= {*COMPONENTS, "hosted", "pinned", "backward_peak", "optimizer_peak", "peak", "limit"}
+    assert {*value} <= {*COMPONENTS, "hosted", "pinned", "backward_peak", "optimizer_peak", "peak", "reserved", "limit"}
 
 
 def test_a_refusal_names_every_component_with_its_parts_and_a_policy_that_would_do() -> None:

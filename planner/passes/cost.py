@@ -102,6 +102,7 @@ class Rank:
     reduce_bytes: int
     workspace: int  # bytes that the device's libraries hold throughout
     overhead: float  # what the allocator takes for a byte asked of it
+    allocator: str  # "expandable", whose blocks are as large as what they hold, "segments", or "none" on a CPU
     compute_ratios: Sequence[Sequence[float]] = ()  # (batch, measured / modelled, low, high), by rising batch
     optimizer_ratios: Sequence[Sequence[float]] = ()
     _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what was worked out before
@@ -248,7 +249,7 @@ class Rank:
     def _rounding(self, mechanisms: Collection[str]) -> int:
         """Bytes by which a card's blocks are larger than the state in them: weights, gradients, what the optimizers
         keep of each tensor in fp32."""
-        if self.kind == "cpu":
+        if self.kind == "cpu" or self.allocator == "expandable":
             return 0
         changed = {row.get("component") for row in self._rows(mechanisms)}
         blocks, elements = self.account["blocks"], self.account["parameters"]["muon"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from planner.passes import constants
 from planner.passes.ledger import Ledger
 from planner.passes.memory import put_memory
+from planner.passes.ranks import allocator_of
 from planner.passes.search import Candidate, Choice, Search
 from planner.views.words import size
 from schemas.document import reading, unknown
@@ -19,8 +20,10 @@ def fit(
     """Decide the mechanisms: exact ones rank by rank, those that alter an update for the whole fleet."""
     ledger = Ledger(draft)
     cpu = all(device["kind"] == "cpu" for device in ledger.draft["fleet"]["devices"].values())
-    overhead = constants.ALLOCATOR_OVERHEAD["cpu" if cpu else "cuda"]
-    ledger.put("/fit/allocator_overhead", overhead.reading())
+    allocator = allocator_of(draft)
+    ledger.put("/fit/allocator_overhead", constants.ALLOCATOR_OVERHEAD[allocator].reading())
+    if allocator in constants.ALLOCATOR_RESERVE:
+        ledger.put("/fit/allocator_reserve", constants.ALLOCATOR_RESERVE[allocator].reading())
     ledger.put("/fit/process_bytes", constants.PROCESS_BYTES.reading())
     search = Search(ledger.draft, request, account)
     batches = [entry["batch"]["chosen"] for entry in ledger.draft["ranks"]]

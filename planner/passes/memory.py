@@ -68,6 +68,9 @@ def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: boo
         held = [*(name for name in held if name != "hosted"), "workspace"]
         ledger.put(f"{memory}/workspace", workspace_of(ledger.draft, entry).reading())
     _peaks(ledger, memory, [f"{memory}/{name}" for name in held])
+    if "allocator_reserve" in ledger.draft["fit"]:
+        inputs, why = [f"{memory}/peak", "/fit/allocator_reserve"], "the peak, and what the allocator keeps beside it"
+        ledger.compute(f"{memory}/reserved", "B", lambda peak, share: round(peak * share), inputs, why, measurable=True)
     if cpu:
         inputs = [f"{memory}/peak", "/fit/process_bytes"]
         why = "resident bytes of the process: peak and PyTorch itself"
@@ -78,7 +81,9 @@ def _activations(ledger: Ledger, memory: str, alive: Mapping[str, int], inputs: 
     """What is alive at the peak of forward and backward, each part a reading, and their sum."""
     for name, nbytes in alive.items():
         why = _ALIVE.get(name, "kept for backward by this part of the model, counted without memory")
-        ledger.compute(f"{memory}/alive/{name}", "B", lambda *_, nbytes=nbytes: nbytes, inputs, why)
+        ledger.compute(
+            f"{memory}/alive/{name}", "B", lambda *_, nbytes=nbytes: nbytes, inputs, why, measurable=name not in _ALIVE
+        )
     parts = [f"{memory}/alive/{name}" for name in alive]
     ledger.compute(f"{memory}/activations", "B", lambda *values: sum(values), parts, _WHY["activations"])
 

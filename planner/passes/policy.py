@@ -42,6 +42,7 @@ def policy(
     _drop_kernel_keys(ledger, account)
     _newton_schulz_dtype(ledger, account)
     _adamw(ledger, account)
+    _allocator(ledger, account)
     _backend(ledger)
     if world_size(draft) > 1:
         _reduce_dtype(ledger, request["reduce"])
@@ -141,6 +142,23 @@ def _adamw(ledger: Ledger, account: Mapping[str, Json]) -> None:
     else:
         chosen, why = "ieee", "operations that IEEE rounds alike everywhere: not every rank is a card of one kind"
     ledger.decide("/workload/config/adamw", row["asked"], chosen, why, inputs=dict.fromkeys(inputs))
+
+
+def _allocator(ledger: Ledger, account: Mapping[str, Json]) -> None:
+    row = account["config"].get("allocator")
+    if row is None or row["chosen"] != "auto":
+        return
+    devices = ledger.draft["fleet"]["devices"].values()
+    nodes = sorted({device["node"] for device in devices if device["kind"] == "cuda"})
+    told = [node for node in nodes if "platform" in ledger.draft["fleet"]["nodes"][node]]
+    inputs = [f"/fleet/nodes/{node}/platform" for node in told]
+    if not nodes:
+        chosen, why = "none", "no rank computes on a card"
+    elif told == nodes and {ledger.value(source) for source in inputs} == {"linux"}:
+        chosen, why = "expandable", "a segment grows by pages, and its blocks are as large as what they hold"
+    else:
+        chosen, why = "segments", "expandable segments are proven on Linux alone"
+    ledger.decide("/workload/config/allocator", row["asked"], chosen, why, inputs=inputs)
 
 
 def _backend(ledger: Ledger) -> None:

@@ -74,7 +74,8 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         adamw=config["adamw"]["chosen"] if "adamw" in config else "ieee",
         reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
         workspace=int(workspace_of(draft, entry).value) if kind_of(draft, entry) == "cuda" else 0,
-        overhead=constants.ALLOCATOR_OVERHEAD[kind_of(draft, entry)].value,
+        overhead=constants.ALLOCATOR_OVERHEAD[allocator_of(draft)].value,
+        allocator=allocator_of(draft),
         compute_ratios=taught.get("compute", ()),
         optimizer_ratios=taught.get("optimizer", ()),
     )
@@ -85,6 +86,13 @@ def kind_of(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> str:
     return next(
         str(device["kind"]) for device in draft["fleet"]["devices"].values() if entry["devices"][0] in device["ids"]
     )
+
+
+def allocator_of(draft: Mapping[str, Json]) -> str:
+    """How the ranks' memory is asked for; "segments" on cards in a plan from before there was a choice."""
+    row = draft["workload"]["config"].get("allocator")
+    cuda = any(device["kind"] == "cuda" for device in draft["fleet"]["devices"].values())
+    return str(row["chosen"]) if row is not None else "segments" if cuda else "none"
 
 
 def workspace_of(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> constants.Assumed:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from planner.data import least_length, longest_stride
+from planner.door import ALLOCATORS
 from planner.passes.calibration import unlike
 from planner.passes.cost import COMPONENTS
 from planner.passes.layout import device_pointer
@@ -203,12 +204,29 @@ def adamw_fused(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         )
 
 
+def allocator_unfit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    row, cards = plan["workload"]["config"].get("allocator"), "cuda" in _kinds(plan)
+    if row is not None and (row["chosen"] in ALLOCATORS) != cards:
+        yield Refusal(
+            "allocator-unfit",
+            f"--set allocator={row['chosen']}",
+            "every rank is a card" if cards else "every rank is a CPU",
+            "it says how a card's memory grows: a card's does so in one of the two ways, a CPU's in neither",
+            "--set allocator=auto",
+        )
+
+
+def _kinds(plan: Facts) -> set[str]:
+    """The kinds of the fleet's devices: cpu, cuda."""
+    return {device["kind"] for device in plan["fleet"]["devices"].values()}
+
+
 def mechanism_unavailable(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     """What was asked for by name and this model, or this fleet, cannot have."""
     if "account" not in facts:  # at a start: what was asked for is engaged already
         return
     rows = facts["account"]["mechanisms"]
-    kinds = {device["kind"] for device in plan["fleet"]["devices"].values()}
+    kinds = _kinds(plan)
     for name in facts["request"].get("mechanisms") or ():
         if name not in rows:
             offered = sorted(rows, key=lambda name: int(rows[name]["order"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from shlex import quote
 
+from planner.door import ALLOCATORS
 from planner.passes.cost import MASTER_BYTES, TABLES_BYTES
 from planner.passes.layout import device_pointer
 from planner.passes.legality import sm, sm_name
@@ -344,6 +345,38 @@ def _other_options(entry: Facts) -> list[str]:
 def _some(names: Sequence[str], most: int = 4) -> str:
     left = len(names) - most
     return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+def allocator_set(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    """What the environment tells torch of a card's memory, beside the plan."""
+    planned = _allocator(plan)
+    for name, text in facts.get("allocator", {}).items() if planned in ALLOCATORS else ():
+        if text != ALLOCATORS[planned]:
+            yield Refusal(
+                "allocator-set",
+                f"allocator={planned}, which is {ALLOCATORS[planned]}",
+                f"{name}={text} in the environment",
+                "the peak was predicted of blocks that are split and kept as the plan says",
+                f"unset {name}, or plan with --set allocator={'segments' if planned == 'expandable' else 'expandable'}",
+            )
+
+
+def allocator_differs(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    planned = _allocator(plan)
+    for row in facts["smoke"]:
+        if row["error"] is None and row.get("allocator") not in (None, planned):
+            yield Refusal(
+                "allocator-differs",
+                f"allocator={planned} on rank {row['rank']}",
+                f"torch's memory grows by {row['allocator']}",
+                "this build of torch, or this driver, does not do what was planned",
+                "plan with --set allocator=segments",
+            )
+
+
+def _allocator(plan: Facts) -> str:
+    row = plan["workload"]["config"].get("allocator")
+    return "" if row is None else str(row["chosen"])
 
 
 def kernel_differs(plan: Facts, facts: Facts) -> Iterator[Refusal]:

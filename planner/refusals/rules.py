@@ -4,7 +4,7 @@ Each rule is a pure function of a plan (or what is drafted of one) and of facts,
 
 - "request": before the passes, on what was asked (facts: request, record, account)
 - "plan":    on the finished draft (facts as above)
-- "start":   by the executor before it builds (facts: world_size, ranks, record_unwritable)
+- "start":   by the executor before it builds (facts: world_size, ranks, record_unwritable, allocator)
 - "running": after the smoke launch and during the run (facts: smoke)
 
 docs/refusals.md is generated from this list.
@@ -77,6 +77,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("adamw-fused", "plan", "torch's fused AdamW over unlike devices", refusals_plan.adamw_fused),
     Rule(
+        "allocator-unfit",
+        "plan",
+        "an allocator of cards for CPU ranks, or none for cards",
+        refusals_plan.allocator_unfit,
+    ),
+    Rule(
         "mechanism-unavailable",
         "plan",
         "a memory mechanism asked for that the model or the fleet cannot have",
@@ -107,7 +113,9 @@ RULES: tuple[Rule, ...] = (
         "a disk that cannot hold the planned checkpoints",
         refusals_run.checkpoints_no_room,
     ),
+    Rule("allocator-set", "start", "an allocator's setting in the environment", refusals_run.allocator_set),
     Rule("smoke-failed", "running", "the discarded first step fails or is not finite", refusals_run.smoke_failed),
+    Rule("allocator-differs", "running", "another allocator than planned", refusals_run.allocator_differs),
     Rule("kernel-differs", "running", "another kernel ran than the one planned", refusals_run.kernel_differs),
     Rule("dtype-differs", "running", "the products had another dtype than planned", refusals_run.dtype_differs),
 )

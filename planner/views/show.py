@@ -113,7 +113,7 @@ def _kernel(rank: Mapping[str, Any], name: str) -> str:
 def _memory(plan: Plan, page: Page) -> None:
     page.title("Memory of a rank")
     known = [rank["memory"] for rank in plan["ranks"]]
-    last = ("backward_peak", "optimizer_peak", "peak", "limit")
+    last = ("backward_peak", "optimizer_peak", "peak", "reserved", "limit")
     others = [key for key in known[0] if key not in (*COMPONENTS, *last, "alive")]
     rows: list[Row] = []
     for name in (*COMPONENTS, *others, *last):

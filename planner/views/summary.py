@@ -14,7 +14,7 @@ from schemas.document import is_decision, is_reading, resolve, walk
 Plan = Mapping[str, Any]
 _WAY_OUT = "to know it, plan with --benchmark where the devices are, or with --calibrate after a run"
 # Not parts of the device's peak.
-_OUTSIDE = ("alive", "backward_peak", "optimizer_peak", "peak", "limit", "host", "hosted", "pinned")
+_OUTSIDE = ("alive", "backward_peak", "optimizer_peak", "peak", "reserved", "limit", "host", "hosted", "pinned")
 
 
 def summarise(plan: Plan, page: Page) -> None:

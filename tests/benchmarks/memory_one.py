@@ -29,7 +29,7 @@ PROCESS_SLACK = 2**29  # what a CPU process takes for its data, threads and libr
 def run(plan: str, run_dir: str, seen: str, cap: int | None) -> int:
     """Run ``plan`` by the executor's own command; gives its exit code."""
     own = rank_slice(load(plan), 0)
-    launch.confine(own.device, own.kind)  # as the command itself does, before torch looks
+    launch.confine(own.device, own.kind, own.allocator)  # as the command itself does, before torch looks
     import torch
 
     from executor import __main__ as command
