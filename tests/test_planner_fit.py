@@ -176,3 +176,55 @@ def test_a_cards_blocks_are_rounded_and_a_cpus_are_not() -> None:
     assert made == 3 * 1000 + 4 * 10 + 4 * 100  # weights, gradients and momentum; and two moments where there are
     moved = _plan(work, mechanisms=["engram_ram", "muon_state_bf16"])["ranks"][0]["memory"]["rounding"]["value"]
     assert moved == 2 * 1000 + 4 * 10
+
+
+_WAYS: dict[str, Any] = {
+    "--fit": lambda text: {"fit": "auto" if text == "auto" else [round(float(part) * 1e9) for part in text.split(",")]},
+    "--fit-policy": lambda text: {"fit_policy": text},
+    "--batch": lambda text: {"batch": int(text)},
+    "--seq": lambda text: {"seq": int(text)},
+    "--dtype": lambda text: {"dtype": [text]},
+    "--reduce": lambda text: {"reduce": text},
+    "--capacity": lambda text: {"capacity": "auto" if text == "auto" else [[int(b), None] for b in text.split(",")]},
+}
+
+
+def _ways(escape: str) -> list[dict[str, Any]]:
+    """The changes that a refusal's way out asks for, each way's together."""
+    ways = []
+    for way in escape.split(", or "):
+        words = way.split(",")[0].split() if ", which" in way else way.split()
+        ways.append({})
+        for option, text in zip(words[::2], words[1::2], strict=True):
+            ways[-1] |= _WAYS[option](text)
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "named"),
+    [
+        ([18.5], {}, {"fit", "batch", "seq"}),
+        ([40], {"fit": [9_000_000_000], "fit_policy": "in-order"}, {"fit"}),
+        ([13], {"batch": 24, "dtype": ["fp32"], "fit": "auto"}, {"dtype", "batch", "seq"}),
+        ([15.6, 15.6], {"fit": "auto", "batch": 4}, {"reduce"}),
+        ([20, 40], {"capacity": [[80, None], [8, None]], "fit": "auto"}, {"capacity", "seq"}),
+        ([20, 40], {"capacity": "equal", "batch": 64, "fit": "auto"}, {"capacity", "batch", "seq"}),
+    ],
+)
+def test_every_way_that_a_refusal_names_is_planned_and_no_longer_one_would_be(
+    free: list[float], asked: dict[str, Any], named: set[str]
+) -> None:
+    work, found = account("b1"), fleet(*[1e13] * len(free))
+    for place, gigabytes in enumerate(free):
+        found["devices"][f"GPU-{place}"]["memory_free"]["value"] = round(gigabytes * 1e9)
+    with pytest.raises(Refused) as caught:
+        compile_plan(request(**asked), found, work)
+    (escape,) = {refusal.escape for refusal in caught.value.refusals}
+    ways = _ways(escape)
+    assert named <= {key for way in ways for key in way}, escape
+    for way in ways:
+        compile_plan(request(**asked | way), found, work)
+    for key, more in (("batch", 1), ("seq", 16)):
+        for way in (way for way in ways if set(way) == {key}):
+            with pytest.raises(Refused):
+                compile_plan(request(**asked | {key: way[key] + more}), found, work)

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.passes.compile import PASSES, compile_plan
+from planner.passes.compile import compile_plan
 from planner.passes.layout import lay_out
 from planner.passes.link import Rings, at_size, lane_rate, ring_volume
+from planner.passes.order import PASSES
 from planner.passes.split import Group, assign_owners, split_samples
 from planner.refusals.rules import Refused
 from schemas.document import reading, tally, walk

@@ -10,10 +10,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from made_up import ORDER, accounts, subsets
-from planner.passes.compile import PASSES, compile_plan
+from planner.passes.compile import compile_plan
 from planner.passes.cost import Rank
 from planner.passes.layout import lay_out
 from planner.passes.mechanisms import offer
+from planner.passes.order import PASSES
 from planner.passes.ranks import rank_facts
 from planner.refusals.rules import Refused
 from worlds import account, fleet, request

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from planner.passes.capacity import capacity
-from planner.passes.exchange import exchange
-from planner.passes.fit import fit
-from planner.passes.layout import lay_out
-from planner.passes.policy import policy
-from planner.passes.step import step
+from planner.passes.order import Document, draft_of
 from planner.refusals.rules import refuse
 from schemas.form import Json
 from schemas.seal import seal
-
-Document = Mapping[str, Json]
-Pass = Callable[[Document, Document, Document, Document], dict[str, Json]]
-
-PASSES: tuple[Pass, ...] = (policy, exchange, capacity, fit, step)
-"""Each takes (request, record, account, draft) and gives a new draft; none changes what it was given."""
 
 
 def compile_plan(request: Document, record: Document, account: Document) -> dict[str, Json]:
@@ -29,8 +16,6 @@ def compile_plan(request: Document, record: Document, account: Document) -> dict
     """
     facts = {"request": request, "record": record, "account": account}
     refuse("request", {}, facts)
-    draft = lay_out(request, record, account)
-    for each in PASSES:
-        draft = each(request, record, account, draft)
+    draft = draft_of(request, record, account)
     refuse("plan", draft, facts)
     return seal(draft)

@@ -134,15 +134,6 @@ def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float 
     return limit
 
 
-def device_room(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> float | None:
-    """Bytes that one rank of ``entry`` may use where no budget binds it, as `set_limit` has them; None: unknown."""
-    device = next(item for item in draft["fleet"]["devices"].values() if entry["devices"][0] in item["ids"])
-    free, total, ranks = device["memory_free"]["value"], device["memory_total"]["value"], sharing(draft, entry)
-    if free is not None:
-        return float(free / ranks - constants.FREE_MARGIN_BYTES)
-    return None if total is None else float(constants.FIT_HEADROOM * total / ranks)
-
-
 def host_room(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> float | None:
     """Bytes of host memory that each rank of ``entry`` may have beside the device's: its share of what its node has
     free, less a margin; None where that is unknown, or the device's memory is the host's."""

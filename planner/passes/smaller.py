@@ -1,19 +1,21 @@
-"""What would fit where a plan does not: budgets, batches and lengths for the whole fleet, or that nothing does.
+"""What would fit where a plan does not: the nearest changes of what was asked, or that none does.
 
-Each way is tried on every rank before it is said, so that following it does not meet the next refusal.
+Each is proposed from the formulas and then really planned before it is said, so that following it does not meet the
+next refusal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from planner.passes import constants
 from planner.passes.cost import STATE, Rank
 from planner.passes.layout import device_pointer
 from planner.passes.mechanisms import Mechanisms, Offer, offer
-from planner.passes.ranks import device_room, rank_facts
+from planner.passes.ranks import rank_facts
 from planner.passes.split import largest_within
 from planner.views.words import size
 from schemas.document import resolve
@@ -21,11 +23,21 @@ from schemas.form import Json
 
 _MOST = 2**20
 
+Planned = Callable[[Mapping[str, Json]], bool]
+"""Whether the request with these changes makes a plan."""
+
+
+class Way(NamedTuple):
+    """A change as a person is told of it, and as the request has it."""
+
+    said: str
+    changes: Mapping[str, Json]
+
 
 @dataclass(frozen=True)
 class _Room:
-    """One rank entry: how many ranks, their shape, what they may hold (``limit``; without a budget ``device``; None:
-    unknown), and the sets of mechanisms there are."""
+    """One rank entry: how many ranks, their shape, what they may hold (``limit``; None: unknown), and the sets of
+    mechanisms that were open to it, and those that there are."""
 
     count: int
     members: list[int]
@@ -33,7 +45,6 @@ class _Room:
     batch: int
     length: int
     limit: float | None
-    device: float | None
     open: list[Mechanisms]
     every: list[Mechanisms]
 
@@ -51,20 +62,19 @@ class _Room:
         )
 
 
-def ways_to_fit(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mapping[str, Json]) -> str:
-    """The nearest changes under which every rank of a drafted plan fits its limit."""
+def ways_to_fit(
+    plan: Mapping[str, Json], request: Mapping[str, Json], account: Mapping[str, Json], planned: Planned
+) -> str:
+    """The nearest changes of the ``request`` under which every rank of a plan fits, each of them ``planned``."""
     rooms = [_room(plan, request, account, place) for place in range(len(plan["ranks"]))]
-    ways = []
-    if request["fit"] in (None, "off") and all(room.holds(room.batch, room.length, room.every) for room in rooms):
-        ways.append(f"--fit {_budgets(plan)}, which engages memory mechanisms")
-    ways += _policies(rooms, request, offer(plan, request, account))
-    ways += _more(rooms, request)
-    ways += _batches(rooms, request)
-    length = _longest(rooms, account["granule"])
-    if length:
-        ways.append(f"--seq {length}")
+    proposed = [*_budget_of(plan, request), *_policies(request, offer(plan, request, account)), *_more(rooms, request)]
+    ways = [way for way in proposed if planned(way.changes)]
+    ways += _batches(rooms, request, planned)
+    ways += [way for way in _freer_split(rooms, request) if planned(way.changes)]
+    ways += _lengths(rooms, account["granule"], planned)
+    ways += [way for way in _others(plan, request) if planned(way.changes)]
     if ways:
-        return ", or ".join(ways)
+        return ", or ".join(way.said for way in ways)
     granule = account["granule"]
     worst = max(rooms, key=lambda room: room.least(granule) - (room.limit or 0))
     what = "weights, gradients, optimizer state" + (" and CUDA's libraries" if worst.rank.kind == "cuda" else "")
@@ -84,64 +94,106 @@ def _room(plan: Mapping[str, Json], request: Mapping[str, Json], account: Mappin
         batch=entry["batch"]["chosen"],
         length=entry["seq"]["chosen"],
         limit=entry["memory"]["limit"]["value"],
-        device=device_room(plan, entry),
         open=offers.open_sets(rank.kind, request["fit"]),
         every=offers.open_sets(rank.kind, "auto"),
     )
 
 
-def _policies(rooms: list[_Room], request: Mapping[str, Json], offers: Offer) -> list[str]:
-    """Another policy, where some set of mechanisms fits that the order does not lead to; or fewer asked for by name,
-    where they exclude what would fit."""
+def _budget_of(plan: Mapping[str, Json], request: Mapping[str, Json]) -> Iterator[Way]:
+    """Memory mechanisms, where none may be engaged yet."""
     if request["fit"] in (None, "off"):
-        return []
-    if all(room.holds(room.batch, room.length, room.open) for room in rooms):
-        blind = any(room.rank.rates is None for room in rooms)
-        return ["--fit-policy cheapest"] if request["fit_policy"] == "in-order" and not blind else []
-    for left in (*((name,) for name in offers.asked), offers.asked):
-        others = replace(offers, asked=tuple(name for name in offers.asked if name not in left))
-        sets = [others.open_sets(room.rank.kind, request["fit"]) for room in rooms]
-        if left and all(room.holds(room.batch, room.length, of) for room, of in zip(rooms, sets, strict=True)):
-            return [f"{', '.join(left)} left out of --mechanisms"]
-    return []
+        budgets = _budgets(plan)
+        fit: Json = budgets if budgets == "auto" else [round(float(text) * 1e9) for text in budgets.split(",")]
+        yield Way(f"--fit {budgets}, which engages memory mechanisms", {"fit": fit})
 
 
-def _more(rooms: list[_Room], request: Mapping[str, Json]) -> list[str]:
-    """A larger budget, where the budget binds and the devices hold what was planned."""
-    if not isinstance(request["fit"], list):
-        return []
-    needs = [min(room.rank.peak(room.batch, room.length, engaged) for engaged in room.open) for room in rooms]
-    if any(room.device is None or need > room.device for need, room in zip(needs, rooms, strict=True)):
-        return []
-    least = math.ceil(max(needs) / constants.FIT_HEADROOM / 1e8) / 10
-    return [f"--fit {max(least, max(request['fit']) / 1e9):.10g}"]
+def _policies(request: Mapping[str, Json], offers: Offer) -> Iterator[Way]:
+    """Another policy, since the order need not lead to the set that fits; or fewer mechanisms asked for by name, where
+    they exclude what would."""
+    if request["fit"] not in (None, "off") and request["fit_policy"] == "in-order":
+        yield Way("--fit-policy cheapest", {"fit_policy": "cheapest"})
+    for left in dict.fromkeys((*((name,) for name in offers.asked), offers.asked)):
+        kept = [name for name in offers.asked if name not in left]
+        if left:
+            yield Way(f"{', '.join(left)} left out of --mechanisms", {"mechanisms": kept or None})
 
 
-def _batches(rooms: list[_Room], request: Mapping[str, Json]) -> list[str]:
+def _more(rooms: list[_Room], request: Mapping[str, Json]) -> Iterator[Way]:
+    """A larger budget, where the budget binds."""
+    if isinstance(request["fit"], list):
+        needs = [min(room.rank.peak(room.batch, room.length, engaged) for engaged in room.open) for room in rooms]
+        least = math.ceil(max(needs) / constants.FIT_HEADROOM / 1e8) / 10
+        budget = max(least, max(request["fit"]) / 1e9)
+        yield Way(f"--fit {budget:.10g}", {"fit": [round(budget * 1e9)]})
+
+
+def _batches(rooms: list[_Room], request: Mapping[str, Json], planned: Planned) -> Iterator[Way]:
     """Fewer sequences: declared ones rank by rank, else the largest --batch that some split of fits."""
     most = [room.most(room.length) for room in rooms]
     if min(most) < 1:
-        return []
+        return
     if isinstance(request["capacity"], list):
         fitting = {member: min(b, room.batch) for b, room in zip(most, rooms, strict=True) for member in room.members}
-        return ["--capacity " + ",".join(str(fitting[member]) for member in sorted(fitting))]
+        rows = [[fitting[member], request["capacity"][member][1]] for member in sorted(fitting)]
+        if planned({"capacity": rows}):
+            yield Way("--capacity " + ",".join(str(batch) for batch, _ in rows), {})
+        return
     world = sum(room.count for room in rooms)
-    if request["capacity"] == "equal":
-        batch = min(most)
-    else:
+    batch = min(most)
+    if request["capacity"] != "equal":
         batch = sum(room.count * b for room, b in zip(rooms, most, strict=True)) // world
-    planned = sum(room.count * room.batch for room in rooms) // world
-    return [f"--batch {batch}"] if 1 <= batch < planned else []
+    batch = _largest(min(batch, _even(rooms) - 1), lambda count: {"batch": count}, planned)
+    if batch:
+        yield Way(f"--batch {batch}", {})
 
 
-def _longest(rooms: list[_Room], granule: int) -> int:
-    """The longest length, in whole granules, at which every rank holds its batch; 0 where none is."""
-    longest = min(room.length for room in rooms) // granule
+def _freer_split(rooms: list[_Room], request: Mapping[str, Json]) -> Iterator[Way]:
+    """The same samples divided by what each rank holds, where the split was asked for and they divide evenly."""
+    total, world = sum(room.count * room.batch for room in rooms), sum(room.count for room in rooms)
+    if request["capacity"] not in (None, "auto") and world > 1 and total % world == 0:
+        batch = total // world
+        yield Way(f"--capacity auto --batch {batch}", {"capacity": "auto", "batch": batch})
+
+
+def _even(rooms: list[_Room]) -> int:
+    """Sequences a rank, over the whole fleet."""
+    return sum(room.count * room.batch for room in rooms) // sum(room.count for room in rooms)
+
+
+def _largest(most: int, change: Callable[[int], dict[str, Json]], planned: Planned) -> int:
+    """The largest number up to ``most`` whose change is planned; 0 where none is. ``most`` is nearly always right."""
+    if most < 1:
+        return 0
+    if planned(change(most)):
+        return most
+    return largest_within(most, lambda count: planned(change(count))) if planned(change(1)) else 0
+
+
+def _lengths(rooms: list[_Room], granule: int, planned: Planned) -> Iterator[Way]:
+    """The longest length, in whole granules, at which every rank holds its batch."""
+    shortest = min(room.length for room in rooms)
+    longest = shortest // granule - (shortest % granule == 0)
 
     def holds(count: int) -> bool:
         return all(room.holds(room.batch, count * granule, room.open) for room in rooms)
 
-    return largest_within(longest, holds) * granule if longest >= 1 and holds(1) else 0
+    if longest >= 1 and holds(1):
+        most = largest_within(longest, holds)
+        found = _largest(most, lambda count: {"seq": count * granule}, planned) * granule
+        if found:
+            yield Way(f"--seq {found}", {})
+
+
+def _others(plan: Mapping[str, Json], request: Mapping[str, Json]) -> Iterator[Way]:
+    """Another dtype of compute or of reduction, or parameters in parts."""
+    used = {entry["dtype"]["chosen"] for entry in plan["ranks"]}
+    for dtype in ("bf16", "fp16"):
+        if used == {"fp32"} and all(entry["capability"][dtype]["value"] for entry in plan["ranks"]):
+            yield Way(f"--dtype {dtype}", {"dtype": [dtype]})
+    if plan["exchange"].get("reduce_dtype", {}).get("chosen") in ("bf16", "fp16"):
+        yield Way("--reduce fp32, which needs no narrower copy of the gradients", {"reduce": "fp32"})
+    if request["shard"] in (None, "none") and plan["workload"]["opt"]["chosen"] == "adamw":
+        yield Way("--shard fsdp", {"shard": "fsdp"})
 
 
 def _state(room: _Room) -> int:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from planner.data import least_length, longest_stride
 from planner.door import ALLOCATORS
 from planner.passes.calibration import unlike
 from planner.passes.cost import COMPONENTS
+from planner.passes.fit import fit
 from planner.passes.layout import device_pointer
 from planner.passes.legality import begins_at, kernel_veto, sm_name
 from planner.passes.mechanisms import barred, kinds_of
+from planner.passes.order import PASSES, draft_of
 from planner.passes.ranks import host_room, world_size
 from planner.passes.smaller import ways_to_fit
 from planner.refusals.refusal import Refusal
@@ -304,12 +307,13 @@ def calibration_unlike(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     if "account" not in facts:  # at a start: the memory that is free by then is judged instead
         return
-    for entry in plan["ranks"]:
+    ways: str | None = None
+    for entry in _over(plan):
         peak, limit = entry["memory"]["peak"]["value"], entry["memory"]["limit"]
-        if peak is None or limit["value"] is None or peak <= limit["value"]:
-            continue
         parts = _components(entry["memory"])
         engaged = [*plan["fit"]["mechanisms"]["chosen"], *entry["mechanisms"]["chosen"]]
+        if ways is None:
+            ways = ways_to_fit(plan, facts["request"], facts["account"], partial(_planned, facts))
         yield Refusal(
             "does-not-fit",
             f"batch {entry['batch']['chosen']} x {entry['seq']['chosen']} on rank {_members(entry)}, "
@@ -318,8 +322,25 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             f"with {', '.join(engaged)} engaged, what is left is still over the limit"
             if engaged
             else "no memory mechanism is engaged, and a run would end out of memory",
-            ways_to_fit(plan, facts["request"], facts["account"]),
+            ways,
         )
+
+
+def _planned(facts: Facts, changes: Mapping[str, Json]) -> bool:
+    """Whether the request with ``changes`` makes a plan that fits and that no rule here refuses."""
+    changed = {**facts, "request": {**facts["request"], **changes}}
+    asked = (capacity_batch, capacity_seq, fsdp_muon, fsdp_unbuilt, reduce_alone, fit_unknown_memory)
+    if any(True for rule in asked for _ in rule({}, changed)):
+        return False
+    draft = draft_of(changed["request"], facts["record"], facts["account"], PASSES[: PASSES.index(fit) + 1])
+    made = (dtype_unsupported, kernel_unsupported, mechanism_unavailable, data_too_short, host_does_not_fit)
+    return not _over(draft) and not any(True for rule in made for _ in rule(draft, changed))
+
+
+def _over(plan: Facts) -> list[Facts]:
+    """The rank entries whose peak is over their limit."""
+    rows = [(entry, entry["memory"]["peak"]["value"], entry["memory"]["limit"]["value"]) for entry in plan["ranks"]]
+    return [entry for entry, peak, limit in rows if None not in (peak, limit) and peak > limit]
 
 
 def _components(memory: Facts) -> str:
