@@ -34,6 +34,7 @@ test: check
 # What is generated from the code; a test keeps it current.
 docs: $(READY)
 	$(BIN)/python -m planner.refusals.page > docs/refusals.md
+	$(BIN)/python tests/make_fits.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -31,7 +31,7 @@ def recount() -> None:
     """Make the recorded accounts anew, as the command would on a machine where nothing was tuned."""
     from executor.account import account as counted
 
-    for name in ("tiny", "b1"):
+    for name in ("tiny", "small", "medium", "b1"):
         (CASES / "accounts" / f"{name}.json").write_bytes(render(seal(counted({"model": name}))))
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import make_fits
 from made_up import ORDER, accounts, subsets
 from planner.passes.compile import compile_plan
 from planner.passes.constants import FIT_HEADROOM
@@ -228,3 +229,18 @@ def test_every_way_that_a_refusal_names_is_planned_and_no_longer_one_would_be(
         for way in (way for way in ways if set(way) == {key}):
             with pytest.raises(Refused):
                 compile_plan(request(**asked | {key: way[key] + more}), found, work)
+
+
+def test_the_page_of_what_fits_where_is_what_the_planner_says() -> None:
+    assert make_fits.PAGE.read_text(encoding="utf-8") == make_fits.page()
+
+
+def test_the_presets_fit_where_the_specification_says_by_what_it_says() -> None:
+    told = {(row, policy): make_fits.planned(row, policy) for row in make_fits.ROWS for policy in make_fits.POLICIES}
+    engaged = {(row.name, policy): make_fits.engaged(draft) for (row, policy), (draft, _) in told.items()}
+    fits = {(row.name, policy): way is None for (row, policy), (_, way) in told.items()}
+    for policy in make_fits.POLICIES:
+        for name in ("small, 4 GB", "small, 16 GB", "medium, 4 GB", "medium, 16 GB"):
+            assert fits[name, policy] and engaged[name, policy] == "nothing engaged", name
+        assert not fits["b1, 4 GB", policy] and fits["b1, 16 GB", policy]
+    assert engaged["b1, 16 GB", "in-order"] == "moe_offload, engram_ram"

@@ -1,0 +1,89 @@
+"""A user's own module on the command line: it has an account by its own parts, mechanisms, a budget, and refusals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from planner.passes.cost import STATE
+from schemas.store import loads
+
+MINE = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+class Wide(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width))
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attention, self.wide = Attention(width), Wide(width)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.wide(x)
+
+class Net(nn.Module):
+    def __init__(self, width: int = 256):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(4))
+
+    def forward(self, inputs, targets):
+        x = self.embed(inputs)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+"""
+SHAPE = ("--devices", "rtx-3060-12gb", "--model", "mine:Net", "--batch", "16", "--seq", "512")
+
+
+@pytest.fixture(scope="module")
+def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("users")
+    (folder / "mine.py").write_text(MINE)
+    return folder
+
+
+def planned(users: Path, *options: str) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(users / "cache")}
+    command = [sys.executable, "-m", "planner", *SHAPE, *options]
+    return subprocess.run(command, cwd=users, env=environment, capture_output=True, check=False)
+
+
+def test_a_users_own_module_fits_a_budget_by_mechanisms_or_is_refused_by_its_own_parts(users: Path) -> None:
+    plain = loads(planned(users).stdout, "dormouse.plan", "plan")
+    memory = plain["ranks"][0]["memory"]
+    assert {"attention", "wide"} <= memory["alive"].keys()
+    assert sum(item["value"] for item in memory["alive"].values()) == memory["activations"]["value"]
+    held = sum(memory[name]["value"] for name in STATE if name in memory)
+    assert memory["backward_peak"]["value"] == held + memory["activations"]["value"]
+    peak = memory["peak"]["value"]
+
+    budget = 0.8 * peak / 0.9
+    tight = loads(planned(users, "--fit", f"{budget / 1e9:.4f}").stdout, "dormouse.plan", "plan")
+    rank = tight["ranks"][0]
+    engaged = [*tight["fit"]["mechanisms"]["chosen"], *rank["mechanisms"]["chosen"]]
+    assert engaged and set(rank["worth"]) == set(engaged)
+    assert rank["memory"]["peak"]["value"] <= rank["memory"]["limit"]["value"] < peak
+
+    refused = planned(users, "--fit", f"{0.05 * peak / 1e9:.4f}")
+    assert refused.returncode == 3 and refused.stdout == b""
+    told = refused.stderr.decode()
+    for part in ("does-not-fit", "masters", "gradients", "activations", "layer", "weights_cast", "to fix:"):
+        assert part in told, told
