@@ -192,8 +192,10 @@ def confine(device: str, kind: str, allocator: str = "none") -> None:
     grows as ``allocator`` says ("none": as torch has it): torch reads that once, when it begins.
 
     A card of the catalogue has no identity: the rank takes the visible card of its place, and the facts say whether
-    that one is no less capable.
+    that one is no less capable. A card that tells no UUID is named by its place.
     """
+    from planner.machine.visible import named  # not before it is known that this is Dormouse's own planner
+
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if allocator in ALLOCATORS:
         os.environ[ALLOCATOR_VARIABLE] = ALLOCATORS[allocator]
@@ -205,4 +207,4 @@ def confine(device: str, kind: str, allocator: str = "none") -> None:
         names = [str(place)] if visible is None else visible.split(",")[place : place + 1]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = device
+        os.environ["CUDA_VISIBLE_DEVICES"] = named(device)

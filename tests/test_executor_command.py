@@ -208,6 +208,29 @@ def test_the_ranks_environment_has_nothing_of_another_launcher_and_no_working_fo
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("device", "visible", "seen"),
+    [
+        ("GPU-aaaa", "1,0", "GPU-aaaa"),
+        ("MIG-bbbb", None, "MIG-bbbb"),
+        ("cuda-0", None, "0"),  # no UUID is told: its place in the order of the bus
+        ("cuda-3", "2,3", "3"),
+        ("card-0", None, "1"),  # of the catalogue: the visible card of the rank's own place
+        ("card-0", "3,2", "2"),
+    ],
+)
+def test_a_rank_sees_its_own_card_by_a_name_that_cuda_takes(
+    device: str, visible: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    launch.confine(device, "cuda")
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == (seen, "PCI_BUS_ID")
+
+
 def test_ranks_are_started_once_only() -> None:
     assert launch.is_due(2, {})
     assert launch.is_due(2, {"WORLD_SIZE": "1"})

@@ -103,6 +103,12 @@ def test_without_nvml_torch_tells_the_cards_and_the_record_says_so(monkeypatch: 
     assert said == ["nvidia-ml-py is not installed; the cards are told by torch alone"]
 
 
+def test_a_card_without_uuid_keeps_its_place_among_all_cards_whatever_is_visible() -> None:
+    rows = [{**ROWS[2], "name": f"Card {place}"} for place in range(2)]
+    assert list(torch_cards.entries(rows, "node", {})) == ["cuda-0", "cuda-1"]
+    assert list(torch_cards.entries(rows, "node", {"CUDA_VISIBLE_DEVICES": "3, 1"})) == ["cuda-3", "cuda-1"]
+
+
 @pytest.mark.parametrize("rows", [None, []])
 def test_where_neither_tells_there_is_one_cpu_rank(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said = _without_nvml(monkeypatch, rows)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import accounts, data
-from planner.machine import probe
+from planner.machine import probe, visible
 from planner.passes.compile import compile_plan
 from planner.passes.likeness import in_order
 from planner.refusals.rules import Refused
@@ -100,7 +100,7 @@ def visible_cards(device: str) -> int:
 
 
 def _of_cards(cards: Sequence[str]) -> dict[str, Json]:
-    shown = ",".join(card.removeprefix("cuda-") for card in cards)
+    shown = ",".join(map(visible.named, cards))
     return seal(probe.fleet("auto", environ={**os.environ, "CUDA_VISIBLE_DEVICES": shown}))
 
 

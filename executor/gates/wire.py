@@ -13,6 +13,7 @@ from typing import Any
 from planner.machine.benchmark_cards import COMMAND
 from planner.machine.crew import Crew, Failed
 from planner.machine.ring_readings import all_reduce_readings
+from planner.machine.visible import named
 from schemas.form import Json
 
 BRIEF, WHOLE, OF_CPUS = 2**24, 2**30, 2**24
@@ -58,5 +59,5 @@ def _answers(crew: Crew, requests: Mapping[str, Mapping[str, Json]]) -> list[Jso
 def _environ(card: str) -> dict[str, str]:
     """That of a process which sees ``card`` alone, or without one is a CPU rank, on a machine whose name may not
     resolve."""
-    seen = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card.removeprefix("cuda-")}
+    seen = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": named(card)}
     return {**os.environ, **seen, **({} if card else {"GLOO_SOCKET_IFNAME": "lo"})}

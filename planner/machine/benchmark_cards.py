@@ -17,6 +17,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from planner.machine import visible
 from planner.machine.benchmark import timed
 from planner.machine.crew import Crew, Failed
 from planner.machine.ring_readings import all_reduce_readings, nccl_settings, refused
@@ -90,7 +91,7 @@ def _environs(cards: Sequence[str], job: Job) -> dict[str, dict[str, str]]:
     # The loopback serves a dry run: a machine's own name need not resolve. NCCL_* is left as it is.
     base = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **({"GLOO_SOCKET_IFNAME": "lo"} if job.dry else {})}
     seen = {card: card for card in cards} | ({_ALL: ",".join(cards)} if len(cards) > 1 else {})
-    names = {name: ",".join(card.removeprefix("cuda-") for card in shown.split(",")) for name, shown in seen.items()}
+    names = {name: ",".join(map(visible.named, shown.split(","))) for name, shown in seen.items()}
     return {name: {**base, "CUDA_VISIBLE_DEVICES": "" if job.dry else shown} for name, shown in names.items()}
 
 

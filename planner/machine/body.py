@@ -50,7 +50,7 @@ def _cards(environ: Mapping[str, str], node: str, cards: Any) -> nvml.Cards:
     if found.missing and cards is None and toolchain.for_cuda() and torch_cards.driver_present():
         rows = torch_cards.ask(environ)
         note = f"{found.absent}; the cards are told by torch alone" if rows else f"{found.absent}; torch shows no card"
-        found = replace(found, devices=torch_cards.entries(rows or [], node), notes=(*found.notes, note))
+        found = replace(found, devices=torch_cards.entries(rows or [], node, environ), notes=(*found.notes, note))
     devices = {
         key: {**catalogue.sheet_for(item["name"]["value"], item["memory_total"]["value"]), **item}
         for key, item in found.devices.items()

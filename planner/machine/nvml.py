@@ -125,7 +125,7 @@ def _machine(ask: Ask) -> list[_Found]:
     found = [one for one in (_card(ask, index) for index in range(count)) if one is not None]
     ordered = sorted(found, key=lambda one: one.bus) if all(one.bus for one in found) else found
     return [
-        one if one.seen.uuid else replace(one, seen=replace(one.seen, uuid=f"cuda-{place}"))
+        one if one.seen.uuid else replace(one, seen=replace(one.seen, uuid=f"{visible.UNNAMED}{place}"))
         for place, one in enumerate(ordered)
     ]
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planner.machine import visible
 from schemas.document import reading, unknown
 from schemas.form import Json
 
@@ -52,12 +53,15 @@ def ask(environ: Mapping[str, str]) -> list[dict[str, Json]] | None:
     return rows
 
 
-def entries(rows: list[dict[str, Json]], node: str) -> dict[str, dict[str, Json]]:
-    """The device entries of what `ask` gave, in its order."""
+def entries(rows: list[dict[str, Json]], node: str, environ: Mapping[str, str]) -> dict[str, dict[str, Json]]:
+    """The device entries of what `ask` gave for ``environ``, in its order. torch counts what it sees from 0; where it
+    tells no UUID, a card is known by the place that CUDA_VISIBLE_DEVICES gave it, which counts all cards."""
     found = {}
+    shown = [part.strip() for part in environ.get(visible.NAME, "").split(",") if part.strip().isdecimal()]
     for place, row in enumerate(rows):
         is_slice = " MIG " in row["name"]
-        identity = f"{'MIG' if is_slice else 'GPU'}-{row['uuid']}" if row["uuid"] else f"cuda-{place}"
+        unnamed = f"{visible.UNNAMED}{shown[place] if place < len(shown) else place}"
+        identity = f"{'MIG' if is_slice else 'GPU'}-{row['uuid']}" if row["uuid"] else unnamed
         found[identity] = {
             "ids": [identity],
             "node": node,

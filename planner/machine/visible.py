@@ -12,9 +12,17 @@ from dataclasses import dataclass
 from planner.request import Usage
 
 NAME = "CUDA_VISIBLE_DEVICES"
+UNNAMED = "cuda-"
+"""A card whose UUID is not told is known as this and its place in the order of the PCI bus."""
+
 _END = ("-1", "NoDevFiles")
 _INDEX = re.compile(r"[0-9]+", re.ASCII)
 _OLD_SLICE = re.compile(r"MIG-(GPU-[0-9a-fA-F-]+)/([0-9]+)/([0-9]+)", re.ASCII)
+
+
+def named(identity: str) -> str:
+    """The device ``identity`` as CUDA_VISIBLE_DEVICES takes it: by its UUID, or by its place where it has none."""
+    return identity.removeprefix(UNNAMED)
 
 
 @dataclass(frozen=True)
