@@ -36,12 +36,14 @@ class Clock:
         """Seconds from ``start`` to ``end``."""
         return float(start.elapsed_time(end)) / 1e3 if self.on_card else float(end - start)
 
-    def union(self, spans: Sequence[tuple[Moment, Moment]]) -> float:
-        """Seconds covered by at least one of ``spans``."""
+    def union(self, spans: Sequence[tuple[Moment, Moment]], until: Moment | None = None) -> float:
+        """Seconds covered by at least one of ``spans``; with ``until``, only those before it."""
         if not spans:
             return 0.0
         origin = spans[0][0]
-        ends = sorted((self.seconds(origin, start), self.seconds(origin, end)) for start, end in spans)
+        last = float("inf") if until is None else self.seconds(origin, until)
+        cut = ((self.seconds(origin, start), min(last, self.seconds(origin, end))) for start, end in spans)
+        ends = sorted((start, end) for start, end in cut if start < end)
         covered, reached = 0.0, float("-inf")
         for start, end in ends:
             covered += max(0.0, end - max(start, reached))

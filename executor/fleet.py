@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 
-from executor import exchange
+from executor import exchange, trial
 from executor.build import Optimizers, device_of
 from executor.clock import Clock
 from executor.exchange import Exchanged, Reducer
 from executor.owners import Sharing
 from executor.slices import ExchangeSlice, RankSlice
+from executor.trial import Trial
 
 SETUP_TIMEOUT = timedelta(minutes=30)
 STEP_TIMEOUT = timedelta(seconds=20)
@@ -63,6 +64,7 @@ class Fleet(Protocol):
     def begin(self) -> None: ...
     def exchanged(self) -> Exchanged | None: ...
     def owners_bytes(self) -> int | None: ...
+    def tried(self) -> Trial | None: ...
     def waited(self) -> float: ...
     def came(self) -> int: ...
     def wait(self) -> None: ...
@@ -106,6 +108,9 @@ class Alone:
     def owners_bytes(self) -> int | None:
         return None
 
+    def tried(self) -> Trial | None:
+        return None
+
     def waited(self) -> float:
         return 0.0
 
@@ -120,8 +125,9 @@ class Alone:
 
 
 class Ranks:
-    """Several ranks over one backend. ``watched``: a card's queue that hangs is found by the run's own watch, which
-    records it; torch, which would end the process, keeps out."""
+    """Several ranks over one backend, whose link is tried as they come together. ``watched``: a card's queue that hangs
+    is found by the run's own watch, which records it; torch, which would end the process, keeps out. Raises LinkFailed.
+    """
 
     def __init__(
         self, rank: RankSlice, token_weight: float, plan: ExchangeSlice, clock: Clock, store: Any, watched: bool = False
@@ -145,6 +151,7 @@ class Ranks:
         group = dist.new_group(timeout=SETUP_TIMEOUT if watched else timedelta(seconds=self.deadline))
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
+        self._trial = trial.tried(group, rank.rank, self._device, plan)
         self._reducer = Reducer(group, plan.reduce_dtype, clock)
         self._sharing: Sharing | None = None
         self._entered, self._came = time.monotonic(), 0
@@ -216,6 +223,10 @@ class Ranks:
 
     def owners_bytes(self) -> int | None:
         return None if self._sharing is None else self._sharing.bytes
+
+    def tried(self) -> Trial | None:
+        """What the link did before the first step."""
+        return self._trial
 
     def waited(self) -> float:
         """Seconds since this rank last came to a collective: of those that lose one another, who came last has the

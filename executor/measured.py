@@ -20,6 +20,7 @@ from executor.kernels.offload import pool
 from executor.meter import Samples, quantile_range
 from executor.peaks import Peaks, storage_bytes
 from executor.slices import DataSlice, RankSlice
+from executor.trial import Trial
 from schemas.document import is_reading, resolve, walk
 from schemas.form import Json, six
 
@@ -29,7 +30,8 @@ _ALONE = "one rank exchanges nothing"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of its run. ``state`` is what `state_bytes` gives, ``ran`` the smoke launch's row."""
+    """What one rank saw of its run. ``state`` is what `state_bytes` gives, ``ran`` the smoke launch's row, ``trial``
+    that of the link (None: there is none)."""
 
     rank: RankSlice
     data: DataSlice
@@ -38,6 +40,7 @@ class Seen:
     peaks: Peaks
     state: Mapping[str, float]
     ran: Mapping[str, Json]
+    trial: Trial | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,28 @@ def _reduced(seen: Seen) -> Taken:
     return taken if taken.value is None else replace(taken, spread=quantile_range(seen.samples.reduced))
 
 
+def _hidden(seen: Seen) -> Taken:
+    taken = _exchanged(lambda samples: median(samples.hidden) if samples.hidden else None, "")(seen)
+    return taken if taken.value is None else replace(taken, spread=quantile_range(seen.samples.hidden))
+
+
+def _tried(read: Callable[[Trial], float]) -> Callable[[Seen], Taken]:
+    def take(seen: Seen) -> Taken:
+        trial = seen.trial
+        if trial is None:
+            return Taken(None, reason=_ALONE)
+        return Taken(read(trial), len(trial.seconds), f"{seen.clock}, {trial.bytes} B before the first step")
+
+    return take
+
+
+def _reduce_dtype(seen: Seen) -> Taken:
+    exchanged = seen.samples.exchanged
+    if exchanged is None:
+        return Taken(None, reason=_ALONE if seen.rank.size == 1 else _NO_STEP)
+    return Taken(",".join(sorted(exchanged.dtypes)), seen.samples.count, "counted at the hook")
+
+
 def _payload(samples: Samples) -> float | None:
     return None if samples.exchanged is None else samples.exchanged.bytes
 
@@ -178,6 +203,11 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("/exchange/buckets", "", "last", _exchanged(_buckets, "counted at the hook"), max),
     # Of all ranks the least: a rank that reaches its bucket early also waits for the others, and that is no transfer.
     Quantity("/exchange/seconds", "s", "median", _reduced, min),
+    # A rank that waits for a slower one hides less of it: of all ranks the most is what backward leaves room for.
+    Quantity("/exchange/hidden", "", "median", _hidden, max),
+    Quantity("/exchange/reduce_dtype", "", "all", _reduce_dtype, max),
+    Quantity("/exchange/alone_seconds", "s", "median", _tried(lambda trial: median(trial.seconds)), max),
+    Quantity("/exchange/bus_rate", "B/s", "median", _tried(lambda trial: trial.rate), min),
     Quantity("/exchange/owners_payload", "B", "last", _exchanged(lambda s: s.owners_bytes, "counted at the hook"), max),
 )
 

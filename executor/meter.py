@@ -15,10 +15,12 @@ PARTS = ("compute", "exchange", "optimizer", "owners", "total")
 
 @dataclass
 class Samples:
-    """Seconds of each measured step by part, and of its all-reduces (``reduced``), launch to completion."""
+    """Seconds of each measured step by part, and of its all-reduces (``reduced``), launch to completion; the share of
+    those that lies before the last bucket's launch, while backward still computes, is ``hidden``."""
 
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     reduced: list[float] = field(default_factory=list)
+    hidden: list[float] = field(default_factory=list)
     exchanged: Exchanged | None = None
     owners_bytes: int | None = None
 
@@ -115,4 +117,7 @@ class Meter:
         for part, value in seconds.items():
             self.samples.parts[part].append(value)
         if seen is not None:
-            self.samples.reduced.append(self.clock.union(seen.whole_spans()))
+            spans = seen.whole_spans()
+            reduced = self.clock.union(spans)
+            self.samples.reduced.append(reduced)
+            self.samples.hidden.append(self.clock.union(spans, launched) / reduced if reduced > 0 else 0.0)

@@ -65,8 +65,8 @@ class Teller:
         voice.say(text, self._out)
 
     def step(self, step: int, steps: int, loss: float, factor: float, seconds: float, tokens: int) -> None:
-        """``step`` is counted from 0, as the loop does; ``seconds`` and ``tokens`` (the fleet's) are of the step; time
-        remaining goes by the wall, all included."""
+        """``step`` is counted from 0, as the loop does; ``seconds`` and ``tokens`` (the fleet's) are of the step; by
+        the wall goes what a step took with all that lies between it and the last one, and the time remaining."""
         now = time.monotonic()
         wall, self._last = now - self._last, now
         # The first step carries the start-up of libraries: the pace begins after it.
@@ -74,7 +74,7 @@ class Teller:
             self._pace = wall if self._pace is None else 0.9 * self._pace + 0.1 * wall
         rate = tokens / seconds if seconds > 0 else 0.0
         line = {"step": step + 1, "loss": loss, "lr_factor": factor, "seconds": seconds, "tokens_per_second": rate}
-        self._write(line)
+        self._write({**line, "wall_seconds": wall})
         if step % self._every == 0 or step == steps - 1:
             left = "" if self._pace is None else f"  left {_clock(self._pace * (steps - 1 - step))}"
             numbers = f"loss {loss:.4f}  lr x{factor:.3f}  {rate:,.0f} tokens/s  {1e3 * seconds:.1f} ms"

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from executor import build, checkpoint, conditions, early, honour, measured, resume, smoke
+from executor import build, checkpoint, conditions, early, honour, measured, resume, smoke, trial
 from executor.account import source_digest
 from executor.clock import Clock
 from executor.entry import compose, identity, keep, now
@@ -246,6 +246,10 @@ class _Run:
             held = self._held()  # the metrics are there only now where this is the folder's first run
             if held is not None:
                 raise InUse(held)
+            found = self.fleet.tried()
+            slow = None if found is None else trial.crawl(found, self.exchange)
+            if slow is not None:
+                self.reporter.say(slow)
         self.keeper = self._go_on()
         done = self.progress.steps
         watch = probe(self.rank.kind, self.work.steps - done, self._alive)
@@ -309,7 +313,11 @@ class _Run:
         if self.rank.size == 1:
             return Alone()
         watched = self.leave is not None
-        return Ranks(self.rank, self.data.token_weight, self.exchange, self.clock, self.store, watched)
+        fleet: Fleet = trial.within(
+            trial.SECONDS,
+            lambda: Ranks(self.rank, self.data.token_weight, self.exchange, self.clock, self.store, watched),
+        )
+        return fleet
 
     def _check_reduced(self) -> None:
         """The bytes reduced and their dtype are the planned ones, on every rank or on none. Raises RunFailed."""
@@ -350,6 +358,9 @@ class _Run:
         where this one only lost its connection, or the signal that another one left at."""
         text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
         own = f"rank {self.rank.rank}: {text}"
+        if isinstance(error, trial.LinkFailed):
+            self.meeting.fail(str(error).partition(": ")[2])
+            return str(error)  # to take a group down whose connections hang would hang too
         if isinstance(error, RankFailed):
             own = str(error)
             self.meeting.end()
@@ -499,7 +510,14 @@ class _Run:
             return None
         state = measured.state_bytes(self.model, self.optimizers)
         seen = measured.Seen(
-            self.rank, self.data, self.meter.samples, self.clock.instrument, self.meter.probe.peaks, state, self.ran
+            self.rank,
+            self.data,
+            self.meter.samples,
+            self.clock.instrument,
+            self.meter.probe.peaks,
+            state,
+            self.ran,
+            self.fleet.tried(),
         )
         return measured.of_rank(seen)
 

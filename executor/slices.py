@@ -78,7 +78,8 @@ class DataSlice:
 @dataclass(frozen=True)
 class ExchangeSlice:
     """How gradients and updates travel. ``owners`` holds one rank a Muon matrix, in the model's order; ``payload`` is
-    the bytes that a step must reduce (None: not planned), ``step_seconds`` the most it should take (None: unknown)."""
+    the bytes that a step must reduce, in so many ``buckets``; ``step_seconds`` is the most that a step should take, and
+    ``alone_high`` that a bucket's all-reduce should with nothing beside it (None: not planned, or unknown)."""
 
     backend: str
     reduce_dtype: str
@@ -86,6 +87,8 @@ class ExchangeSlice:
     owners: tuple[int, ...]
     payload: int | None
     step_seconds: float | None
+    buckets: int = 1
+    alone_high: float | None = None
 
 
 def world_size(plan: Mapping[str, Json]) -> int:
@@ -157,6 +160,8 @@ def exchange_slice(plan: Mapping[str, Json]) -> ExchangeSlice:
         owners=tuple(part["owners"]["chosen"]) if "owners" in part else (),
         payload=part["payload"]["value"] if "payload" in part else None,
         step_seconds=plan["step"]["seconds"].get("high", plan["step"]["seconds"]["value"]),
+        buckets=part["buckets"]["value"] if "buckets" in part else 1,
+        alone_high=part["alone_seconds"].get("high") if "alone_seconds" in part else None,
     )
 
 

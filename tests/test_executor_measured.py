@@ -13,8 +13,10 @@ import plans
 from executor import build, measured
 from executor.clock import Clock
 from executor.data import open_corpus
+from executor.exchange import Exchanged
 from executor.kernels.offload import pool
-from executor.peaks import CardProbe, CpuProbe, pressure, storage_bytes
+from executor.meter import Meter
+from executor.peaks import CardProbe, CpuProbe, pressure, probe, storage_bytes
 from executor.run import Places, execute
 from executor.slices import data_slice
 from schemas.document import is_reading, resolve, walk
@@ -145,6 +147,22 @@ def test_spans_that_overlap_count_once() -> None:
     clock = Clock("cpu")
     assert clock.union([(0.0, 1.0), (0.5, 2.0), (5.0, 6.0), (5.2, 5.4)]) == pytest.approx(3.0)
     assert clock.union([]) == 0.0
+
+
+def test_what_of_spans_lies_before_a_moment_counts_alone() -> None:
+    clock = Clock("cpu")
+    spans = [(0.0, 2.0), (1.0, 3.0), (4.0, 6.0), (7.0, 8.0)]
+    assert [clock.union(spans, until) for until in (0.0, 1.5, 3.5, 5.0, 9.0)] == [0.0, 1.5, 3.0, 4.0, 6.0]
+
+
+def test_an_exchange_is_hidden_up_to_the_launch_of_its_last_bucket() -> None:
+    """Three buckets of one, two and one seconds; the last is launched while the second still travels."""
+    seen = Exchanged(4, {"fp32"}, [[1.0, 2.0], [3.0, 5.0], [4.0, 6.0]])
+    meter = Meter(Clock("cpu"), probe("cpu", 9, lambda: 0), 0, lambda: seen)
+    meter._moments = [0.0, 6.0, 7.0]
+    meter._keep(seen)
+    assert meter.samples.reduced == [4.0] and meter.samples.hidden == [0.5]  # 1 + 1 of 1 + 3
+    assert meter.samples.parts["compute"] == [4.0] and meter.samples.parts["exchange"] == [2.0]
 
 
 def test_a_rank_that_gave_nothing_is_absent_with_the_reason(tmp_path: Path) -> None:

@@ -236,17 +236,17 @@ def test_a_wrong_product_and_a_wrong_sum_are_caught(monkeypatch: pytest.MonkeyPa
     real = torch.mm
     monkeypatch.setattr(torch, "mm", lambda left, right, out: real(left.bfloat16(), right.bfloat16()).to(out).clone())
     assert "is wrong" in benchmark_cuda.card(benchmark_cards.asdict(JOB))["quantities"]["rate_fp32"]["error"]
-    tiles = [benchmark_links._tile(rank, 4) for rank in range(4)]
+    tiles = [benchmark_links.tile(rank, 4) for rank in range(4)]
     total = torch.stack([tile.double() for tile in tiles]).sum(0).bfloat16()
     payload = torch.stack(tiles).sum(0).repeat(3)[:20000]
-    assert benchmark_links._right(payload, total)
+    assert benchmark_links.is_right(payload, total)
     payload[19999] += 1
-    assert not benchmark_links._right(payload, total)
+    assert not benchmark_links.is_right(payload, total)
 
 
 def test_no_sum_of_tiles_leaves_what_bf16_holds_exactly() -> None:
     for world in (2, 3, 8, 16, 32, 100):
-        tiles = [benchmark_links._tile(rank, world).double() for rank in range(world)]
+        tiles = [benchmark_links.tile(rank, world).double() for rank in range(world)]
         assert max(float(sum(tile.max() for tile in tiles)), 0.0) <= 256
 
 

@@ -10,8 +10,9 @@ from planner.passes.calibration import rows
 from planner.passes.compile import compile_plan
 from planner.passes.cost import ratio_at
 from planner.refusals.rules import Refused
+from schemas.document import reading
 from schemas.form import Unfaithful
-from schemas.seal import append_run, verify
+from schemas.seal import append_run, seal, verify
 from schemas.validate import refuse_other_shape
 from worlds import account, compiled, fleet, record, request, run_of
 
@@ -96,6 +97,32 @@ def test_a_card_of_unknown_rates_is_known_by_its_run() -> None:
     assert after["step"]["seconds"]["value"] == pytest.approx(0.5)
     twice = compile_plan(request(calibrate=taught, batch=8), found, account())
     assert 0.35 < twice["ranks"][0]["step"]["compute"]["value"] < 0.55
+
+
+def test_a_run_on_a_part_of_a_card_does_not_speak_of_the_whole_card() -> None:
+    found = fleet(1e14, 1e14)
+    for device, left in zip(found["devices"].values(), (132, 33), strict=True):
+        device["name"] = reading("Card", "", "probed", "NVML")
+        device["multiprocessors"] = reading(left, "", "probed", "what MPS leaves")
+    whole, part = (
+        seal({**found, "devices": {key: {**device, "order": [0]}}}) for key, device in found["devices"].items()
+    )
+    taught = [
+        row
+        for record_, factor in ((whole, 2.0), (part, 8.0))
+        for row in rows(_alone(compile_plan(request(), record_, account()), factor), "plan.json")
+    ]
+    plan = compile_plan(request(calibrate=taught, capacity="equal"), seal(found), account())
+    ratios = [entry["calibration"]["compute"]["value"][0][1] for entry in plan["ranks"]]
+    assert ratios == pytest.approx([2.0, 8.0], rel=1e-4)
+
+
+def _alone(plan: dict[str, Any], factor: float) -> dict[str, Any]:
+    """A plan of one rank with a run whose compute took ``factor`` times what was predicted."""
+    item = plan["ranks"][0]["step"]["compute"]
+    line = {"predicted": item["value"], "value": item["value"] * factor, "unit": "s", "statistic": "median"}
+    line |= {end: item[end] for end in ("low", "high") if end in item} | {"samples": 9, "instrument": "cuda events"}
+    return append_run(plan, {**run_of(compiled()), "measured": {"/ranks/0/step/compute @0": line}})
 
 
 def test_a_plan_without_a_finished_run_teaches_nothing_and_says_so() -> None:

@@ -17,7 +17,7 @@ from schemas.form import Json
 _DROPPED = 3  # first repeats of a size: ranks are not yet in step
 _SMALL_BYTES = 2**22  # up to here three times the repeats, since they cost nothing
 _TILE = 8191  # elements; prime, so that no two slices of a ring hold the same
-_LEAD_CYCLES = 150_000  # a repeat: torch takes longer to queue a collective than an operator
+LEAD_CYCLES = 150_000  # a repeat: torch takes longer to queue a collective than an operator
 _COPY_SHARE = 0.1  # seconds a direction of a pair
 
 Request = Mapping[str, Json]
@@ -59,7 +59,7 @@ def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
-def _tile(rank: int, world: int) -> Any:
+def tile(rank: int, world: int) -> Any:
     """Small integers whose sum over all ranks bf16 holds exactly, in whatever order they are added."""
     import torch
 
@@ -73,8 +73,8 @@ def _curve(place: Place, request: Request) -> Json:
 
     rank, world, sizes = request["rank"], request["world"], request["sizes"]
     elements = max(sizes) // 2
-    pattern = _tile(rank, world).to(place.device).repeat(-(-elements // _TILE))[:elements]
-    expected = sum((_tile(other, world).float() for other in range(world)), torch.zeros(_TILE))
+    pattern = tile(rank, world).to(place.device).repeat(-(-elements // _TILE))[:elements]
+    expected = sum((tile(other, world).float() for other in range(world)), torch.zeros(_TILE))
     expected = expected.to(torch.bfloat16).to(place.device)
     payload = torch.empty_like(pattern)
     middle = payload[: sizes[len(sizes) // 2] // 2].zero_()
@@ -85,18 +85,18 @@ def _curve(place: Place, request: Request) -> Json:
         part = payload[: size // 2]
         part.copy_(pattern[: size // 2])
         dist.all_reduce(part)
-        if not _right(part, expected):
+        if not is_right(part, expected):
             return {"wrong": size}
         count = request["repeats"] * (3 if size <= _SMALL_BYTES else 1)
         count += _DROPPED
-        times = place.times(partial(dist.all_reduce, part), count, _LEAD_CYCLES * count)
+        times = place.times(partial(dist.all_reduce, part), count, LEAD_CYCLES * count)
         curve.append([size, times[_DROPPED:]])
         if _spent(place, time.perf_counter() - start) > request["budget"]:
             break
     return {"curve": curve}
 
 
-def _right(part: Any, expected: Any) -> bool:
+def is_right(part: Any, expected: Any) -> bool:
     whole = len(part) // _TILE * _TILE
     rows, rest = part[:whole].view(-1, _TILE), part[whole:]
     return bool((rows == expected).all()) and bool((rest == expected[: len(rest)]).all())

@@ -38,13 +38,13 @@ class Place:
         import torch
 
         self.dry = dry
-        self.device = torch.device("cpu") if dry else torch.device("cuda", index)
+        self.device = torch.device("cuda", index) if dry is None else torch.device("cpu")
 
     def capability(self) -> str:
         """Compute capability, like "8.6"."""
         import torch
 
-        if self.dry:
+        if self.dry is not None:
             return str(self.dry["sm"])
         return "{}.{}".format(*torch.cuda.get_device_capability(self.device))
 
@@ -54,7 +54,7 @@ class Place:
 
         import torch
 
-        if self.dry:
+        if self.dry is not None:
             return int(self.dry["free"])
         gc.collect()
         torch.cuda.empty_cache()
@@ -69,7 +69,7 @@ class Place:
         """Return once the card has done all that was queued."""
         import torch
 
-        if not self.dry:
+        if self.dry is None:
             torch.cuda.synchronize(self.device)
 
     def times(self, work: Work, count: int, lead: int | None = None) -> list[float]:
@@ -78,7 +78,7 @@ class Place:
         The card first spins for ``lead`` cycles, so that the host has queued the repeats before they begin: what is
         timed is the card's work, not the host's.
         """
-        if self.dry:
+        if self.dry is not None:
             return [_host_seconds(work) for _ in range(count)]
         import torch
 

@@ -73,7 +73,10 @@ def _traits(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> dict[str, J
 
 
 def _device(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> str:
-    return str(plain(resolve(draft, device_pointer(draft, entry))["name"]))
+    """The device's name; of a card also how much of it the rank has, since MPS and MIG may leave it a part."""
+    device = resolve(draft, device_pointer(draft, entry))
+    name, part = str(plain(device["name"])), device.get("multiprocessors")
+    return name if part is None or part["value"] is None else f"{name}, {part['value']} multiprocessors"
 
 
 def _seen(run: Mapping[str, Json], pointer: str, members: Sequence[int] | None) -> list[float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from planner.passes import constants
@@ -37,10 +38,32 @@ def exchange(
         ("ring all-reduce: 2(P-1) steps of latency a bucket, and the volume over the link", None),
         measurable=True,
     )
+    _alone(ledger, world)
     if account["matrices"]:
         _owners(ledger, account)
         _sending(ledger, account)
     return ledger.draft
+
+
+def _alone(ledger: Ledger, world: int) -> None:
+    """One bucket with nothing beside it: what a run tries before its first step."""
+    sources = ["/exchange/payload", "/exchange/buckets", *link_inputs(ledger.draft)]
+
+    def seconds(payload: float, buckets: float, *link: float) -> float:
+        ring = dataclasses.replace(rings(ledger.draft, *link), bucket_seconds=0.0)
+        return ring.all_reduce(payload / buckets, 1)
+
+    why = "the all-reduce of one bucket with nothing beside it, tried before the first step"
+    ledger.compute("/exchange/alone_seconds", "s", seconds, sources, why, measurable=True)
+    sources, why = (
+        ["/exchange/payload", "/exchange/buckets", "/exchange/alone_seconds"],
+        "a bucket's volume / that time",
+    )
+
+    def rate(payload: float, buckets: float, alone: float) -> float:
+        return ring_volume(payload / buckets, world) / alone
+
+    ledger.compute("/exchange/bus_rate", "B/s", rate, sources, why, measurable=True)
 
 
 def _payload(ledger: Ledger, world: int) -> None:

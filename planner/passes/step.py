@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from planner.passes.calibrated import calibrated_time
-from planner.passes.cost import exposed_seconds, seconds
+from planner.passes.cost import exposed_seconds, hidden_seconds, seconds
 from planner.passes.gain import gains
 from planner.passes.ledger import Ledger
 from planner.passes.ranks import kind_of, rank_facts, world_size
@@ -31,6 +31,7 @@ def step(
     if fleet:
         for place in places:
             _exchange(ledger, account, place)
+        _hidden(ledger)
     for place in places:
         _total(ledger, place)
     _fleet(ledger)
@@ -100,6 +101,18 @@ def _exchange(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
     )
     if "owners_seconds" in ledger.draft["exchange"]:
         _owners(ledger, account, place)
+
+
+def _hidden(ledger: Ledger) -> None:
+    """The share of the all-reduce behind backward, on the rank with most room for it: which computes longest."""
+    computes = [f"/ranks/{place}/step/compute" for place in range(len(ledger.draft["ranks"]))]
+
+    def share(reduce: float, buckets: float, *all_computes: float) -> float:
+        return hidden_seconds(max(all_computes), reduce, buckets) / reduce if reduce else 0.0
+
+    why = "the share of all buckets but the last that backward (2/3 of the longest compute) has room for"
+    sources = ["/exchange/seconds", "/exchange/buckets", *computes]
+    ledger.compute("/exchange/hidden", "", share, sources, why, measurable=True)
 
 
 def _owners(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
