@@ -313,11 +313,10 @@ class _Run:
         if self.rank.size == 1:
             return Alone()
         watched = self.leave is not None
-        fleet: Fleet = trial.within(
+        return trial.made(
             trial.SECONDS,
             lambda: Ranks(self.rank, self.data.token_weight, self.exchange, self.clock, self.store, watched),
         )
-        return fleet
 
     def _check_reduced(self) -> None:
         """The bytes reduced and their dtype are the planned ones, on every rank or on none. Raises RunFailed."""
@@ -360,7 +359,7 @@ class _Run:
         own = f"rank {self.rank.rank}: {text}"
         if isinstance(error, trial.LinkFailed):
             self.meeting.fail(str(error).partition(": ")[2])
-            return str(error)  # to take a group down whose connections hang would hang too
+            return "failed", str(error)  # to take a group down whose connections hang would hang too
         if isinstance(error, RankFailed):
             own = str(error)
             self.meeting.end()

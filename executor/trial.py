@@ -6,11 +6,10 @@ try. What comes of it is measured: the seconds of a bucket with nothing beside i
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,12 @@ import torch.distributed as dist
 from executor.meeting import RankFailed
 from executor.precision import DTYPES
 from executor.slices import ExchangeSlice
+from executor.watch import within
 from planner.machine.benchmark_links import LEAD_CYCLES, is_right, tile
 from planner.machine.ring_readings import nccl_settings
 from planner.machine.stopwatch import Place
+
+Value = TypeVar("Value")
 
 SECONDS = 120.0
 """For making the connections and for the trial; NCCL was seen to take up to 20 s to start."""
@@ -48,28 +50,22 @@ class Trial:
         return 2 * (self.ranks - 1) / self.ranks * self.bytes / median(self.seconds)
 
 
-def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What ``work`` gives, or raises. It runs in a thread of its own: what hangs inside a library cannot be ended.
+def made(seconds: float, work: Callable[[], Value]) -> Value:
+    """What ``work`` gives, or raises, where it does within ``seconds``. Raises LinkFailed where it does not."""
 
-    Raises:
-        LinkFailed: it is not done within ``seconds``.
-    """
-    found: dict[str, Any] = {}
-
-    def run() -> None:
+    def caught() -> tuple[Value | None, BaseException | None]:
         try:
-            found["value"] = work()
+            return work(), None
         except BaseException as error:
-            found["error"] = error
+            return None, error
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    found = within(seconds, caught)
+    if found is None:
         raise LinkFailed(f"all ranks: no all-reduce came within {seconds:g} s of the start; {_told()}")
-    if "error" in found:
-        raise found["error"]
-    return found["value"]
+    value, error = found
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # None only beside an error
 
 
 def tried(group: dist.ProcessGroup, rank: int, device: torch.device, plan: ExchangeSlice) -> Trial:

@@ -54,7 +54,10 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def plan(**more: Any) -> ExchangeSlice:
-    return ExchangeSlice("gloo", **{"reduce_dtype": "bf16", "bucket_bytes": 4, "owners": (), "payload": 60_000, **more})
+    return ExchangeSlice(
+        "gloo",
+        **{"reduce_dtype": "bf16", "bucket_bytes": 4, "owners": (), "payload": 60_000, "step_seconds": None, **more},
+    )
 
 
 def tried(group: dist.ProcessGroup, **more: Any) -> trial.Trial:
@@ -97,16 +100,16 @@ def test_a_link_that_hangs_is_told_with_what_to_try(
     if environ:
         monkeypatch.setenv("NCCL_P2P_DISABLE", environ)
     with pytest.raises(trial.LinkFailed, match=f"no all-reduce came within 0.05 s of the start; {words}"):
-        trial.within(0.05, lambda: time.sleep(2))
+        trial.made(0.05, lambda: time.sleep(2))
 
 
 def test_what_the_trial_gives_or_raises_comes_through_its_thread() -> None:
     def fails() -> None:
         raise ConnectionError("rank 1 is gone")
 
-    assert trial.within(5.0, lambda: 7) == 7
+    assert trial.made(5.0, lambda: 7) == 7
     with pytest.raises(ConnectionError, match="rank 1 is gone"):
-        trial.within(5.0, fails)
+        trial.made(5.0, fails)
 
 
 @pytest.mark.parametrize(("most", "told"), [(None, False), (0.02, False), (0.0125, False), (0.012, True)])
