@@ -41,7 +41,7 @@ BATCH, SEQ = 2, 32
 WHOLE = {"layers": 2, "width": 32, "heads": 2, "ffn": 64, "experts": 4, "topk": 2, "expert_ffn": 32,
          "moe_capacity": 1.25, "moe_lb_coef": 0.01, "engram_rows": 100, "engram_heads": 2, "engram_dim": 8}  # fmt: skip
 DENSE = {"layers": 2, "width": 32, "heads": 2, "ffn": 64}
-ALONE = {"rank": 0, "size": 1, "entry": 0, "device": "", "threads": None, "kernels": {}}
+ALONE = {"rank": 0, "size": 1, "entry": 0, "device": "", "threads": None, "kernels": {}, "allocator": "none"}
 
 
 class Told(Mute):
