@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -23,9 +24,12 @@ from pathlib import Path
 from typing import Any
 
 MOMENTS = (
-    "executor.models.kda:KdaModel.forward", "executor.exchange:sum_over_ranks", "executor.loop:_update",
-    "executor.checkpoint:write", "os:fsync", "os:replace", "pathlib:Path.rename", "shutil:rmtree",
+    "executor.models.kda:KdaModel.forward", "executor.exchange:sum_over_ranks", "executor.fleet:Ranks.share",
+    "executor.loop:_update", "executor.checkpoint:write", "executor.checkpoint:_parts", "os:fsync", "os:replace",
+    "pathlib:Path.rename", "shutil:rmtree",
 )  # fmt: skip
+KINDS = ("forward", "exchange", "update", "save", "record")
+_KIND_OF = {"forward": "forward", "sum_over_ranks": "exchange", "share": "exchange", "_update": "update"}
 _DEADLINE_SECONDS = 100
 
 
@@ -41,7 +45,8 @@ class Job:
 
 
 def start(job: Job, count: int) -> list[dict[str, Any] | None]:
-    """Run ``job`` on ``count`` ranks; gives how each ended (outcome, reason, moments), None of one that was killed."""
+    """Run ``job`` on ``count`` ranks; gives how each ended (outcome, reason, the kinds of its moments in their order),
+    None of one that was killed."""
     context = _loaded()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -69,7 +74,7 @@ def start(job: Job, count: int) -> list[dict[str, Any] | None]:
 def _loaded() -> Any:
     """The server that ranks are forked from. It looks for what it loads where its environment says, not where we do."""
     context, before = multiprocessing.get_context("forkserver"), dict(os.environ)
-    context.set_forkserver_preload(["executor.run", "executor.models.presets", "killed"])
+    context.set_forkserver_preload(["plans", "torch._dynamo", "executor.run", "executor.models.presets", "killed"])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     forkserver.ensure_running()
     os.environ.clear()
@@ -79,27 +84,37 @@ def _loaded() -> Any:
 
 def _run(job: Job, rank: int, count: int, port: int, connection: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from executor import stopping
+    from executor import peaks, run, stopping
     from executor.run import Places, execute
     from schemas.store import load
 
-    stopping.GRACE_SECONDS = 1.0
+    stopping.GRACE_SECONDS = run._CULPRIT_SECONDS = 1.0
+    peaks.LEAST_STEPS = 10**9  # no step under the profiler, which takes longer than all the others
     moments = _count(job.dies[1] if job.dies[0] == rank else 0)
     done = execute(load(job.plan), Places(job.plan, job.run_dir, (job.data,), job.resume))
-    connection.send({"outcome": done.outcome, "reason": done.reason, "moments": moments[0]})
+    connection.send({"outcome": done.outcome, "reason": done.reason, "moments": moments})
 
 
-def _count(last: int) -> list[int]:
-    """Count the moments of this process from now on; at the ``last`` it dies (0: never)."""
+def _kind(name: str) -> str:
+    """Of the KINDS, that of a call of ``name``: files are of the record where the run's entry is being kept."""
+    frame, modules = sys._getframe(2), set()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        modules.add(frame.f_globals.get("__name__"))
+    return _KIND_OF.get(name, "record" if "executor.entry" in modules else "save")
+
+
+def _count(last: int) -> list[str]:
+    """Note the kinds of the moments of this process from now on; at the ``last`` it dies (0: never)."""
     import importlib
 
-    counted = [0]
+    noted: list[str] = []
 
     def marked(call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def moment(*words: Any, **more: Any) -> Any:
-            counted[0] += 1
-            if counted[0] == last:
+            noted.append(_kind(call.__name__))
+            if len(noted) == last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*words, **more)
 
@@ -112,14 +127,17 @@ def _count(last: int) -> list[int]:
         for part in owners:
             owner = getattr(owner, part)
         setattr(owner, name, marked(getattr(owner, name)))
-    return counted
+    return noted
 
 
-def trials(folder: Path, count: int, number: int, seed: int) -> list[str]:
-    """Kill a rank of ``count`` at ``number`` random moments, one run each; gives what went wrong.
+def trials(folder: Path, count: int, number: int, seed: int) -> tuple[list[str], dict[str, int]]:
+    """Kill a rank of ``count`` at ``number`` random moments, one run each, of each kind in turn.
 
     After each: the plan verifies, the newest checkpoint is whole (or there is none), and a run that goes on from it, or
     from the start, leaves the very bytes of the run that was never disturbed.
+
+    Returns:
+        What went wrong, and how many of each kind of moment there were.
     """
     import plans
     from executor import resume
@@ -132,11 +150,14 @@ def trials(folder: Path, count: int, number: int, seed: int) -> list[str]:
     write(folder / "straight.json", made)
     straight = start(Job(folder / "straight.json", data, folder / "straight"), count)
     wanted = (folder / "straight" / "final" / MODEL).read_bytes()
+    assert all(row is not None and row["outcome"] == "finished" for row in straight), straight
+    places = {kind: _moments(straight, kind) for kind in KINDS}
+    places = {kind: found for kind, found in places.items() if found}  # one rank exchanges nothing
+    tally = dict.fromkeys(places, 0)
     for trial in range(number):
-        rank = chosen.randrange(count)
-        ended = straight[rank]
-        assert ended is not None and ended["outcome"] == "finished", ended
-        moment = chosen.randint(1, ended["moments"])
+        kind = list(places)[trial % len(places)]
+        rank, moment = chosen.choice(places[kind])
+        tally[kind] += 1
         plan, run_dir = folder / f"{trial}.json", folder / str(trial)
         write(plan, made)
         killed = start(Job(plan, data, run_dir, dies=(rank, moment)), count)
@@ -147,12 +168,26 @@ def trials(folder: Path, count: int, number: int, seed: int) -> list[str]:
         same = (run_dir / "final" / MODEL).read_bytes() == wanted
         fine = killed[rank] is None and not found["passed"] and recorded[-1]["outcome"] == "finished"
         if not (same and fine and all(row is not None and row["outcome"] == "finished" for row in again)):
-            wrong.append(f"rank {rank} of {count} at moment {moment} of {ended['moments']}: {found}, {killed}, {again}")
-    return wrong
+            wrong.append(f"rank {rank} of {count} at moment {moment} ({kind}): {found}, {killed}, {again}")
+    return wrong, tally
+
+
+def _moments(rows: list[dict[str, Any] | None], kind: str) -> list[tuple[int, int]]:
+    """(rank, moment counted from 1) of every moment of ``kind``."""
+    return [
+        (rank, place + 1)
+        for rank, row in enumerate(rows)
+        if row is not None
+        for place, found in enumerate(row["moments"])
+        if found == kind
+    ]
 
 
 if __name__ == "__main__":
     for ranks in (1, 2):
+        began = time.monotonic()
         with tempfile.TemporaryDirectory() as place:
-            bad = trials(Path(place), ranks, int(sys.argv[1]), seed=0)
-        print(f"{ranks} ranks, {sys.argv[1]} kills: {len(bad)} went wrong", *bad, sep="\n")
+            bad, kinds = trials(Path(place), ranks, int(sys.argv[1]), seed=0)
+        told = ", ".join(f"{number} in {kind}" for kind, number in kinds.items())
+        print(f"{ranks} ranks, {sys.argv[1]} kills ({told}), {time.monotonic() - began:.0f} s:", flush=True)
+        print(f"{len(bad)} went wrong", *bad, sep="\n", flush=True)

@@ -14,4 +14,6 @@ import killed
 def test_after_a_kill_at_any_moment_the_run_goes_on_to_the_very_end_it_would_have_had(
     tmp_path: Path, ranks: int, kills: int
 ) -> None:
-    assert killed.trials(tmp_path, ranks, kills, seed=ranks) == []
+    wrong, kinds = killed.trials(tmp_path, ranks, kills, seed=ranks)
+    assert wrong == [] and sum(kinds.values()) == kills
+    assert kinds.keys() == set(killed.KINDS) - ({"exchange"} if ranks == 1 else set())
