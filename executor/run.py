@@ -401,7 +401,8 @@ class _Run:
         return self.meeting.culprit(_CULPRIT_SECONDS, self._late() if _LATE.search(text) else None)
 
     def _late(self) -> str:
-        return f"did not come to step {self.progress.steps + 1}'s exchange within {self.fleet.deadline:g} s"
+        still = ": its process is stopped (SIGSTOP)" if self.peers.stopped() else ""
+        return f"did not come to step {self.progress.steps + 1}'s exchange within {self.fleet.deadline:g} s{still}"
 
     def _closed(self) -> bool:
         """Leave the fleet after a failure that all ranks agreed on; whether all were still there to."""

@@ -26,6 +26,8 @@ Value = TypeVar("Value")
 
 PATIENCE_SECONDS = 2.0
 """What a rank's own thread has to notice by itself that another rank has ended."""
+STOPPED_SECONDS = 21.0
+"""How long another rank may be stopped (SIGSTOP), at a save too, where ranks wait for each other without a deadline."""
 _POLL_SECONDS = 0.25
 _LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"])
 
@@ -56,6 +58,10 @@ class Peers:
         """The ranks whose process runs, or is stopped."""
         return [rank for rank, process in self._processes.items() if _lives(process)]
 
+    def stopped(self) -> list[int]:
+        """The ranks whose process is stopped (SIGSTOP): it says nothing of itself."""
+        return [rank for rank in self.living() if _status(self._processes[rank]) == psutil.STATUS_STOPPED]
+
     def kill(self, ranks: Iterable[int]) -> None:
         """End what no longer hears: a stopped process, or one that hangs."""
         for rank in ranks:
@@ -65,16 +71,21 @@ class Peers:
 
 
 def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and _status(process) not in (psutil.STATUS_ZOMBIE, None)
+
+
+def _status(process: psutil.Process) -> str | None:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.status()
     except psutil.Error:
-        return False
+        return None
 
 
 class Watch:
     """While the block runs, looks after the thread that runs it. Where that one does not notice another rank's end or
-    that it is to leave at once, or stays in one step beyond ``deadline`` (s; None: its collectives have their own),
-    ``take`` is called, on the watch's thread; the other is then held where it would leave the block.
+    that it is to leave at once, waits for a rank that is stopped, or stays in one step beyond ``deadline`` (s; None:
+    its collectives have their own), ``take`` is called, on the watch's thread; the other is then held where it would
+    leave the block.
 
     Args:
         under_way: the step that the thread is in, None between steps.
@@ -106,14 +117,15 @@ class Watch:
 
     def _look(self) -> None:
         # Counted in looks, not by the clock: a whole run that was suspended goes on.
-        trouble, inside, step, stopped = 0, 0, None, None
+        trouble, inside, still, step, stopped = 0, 0, 0, None, None
         while not self._over.wait(_POLL_SECONDS):
             stopped = stopped or self._insisted()
             trouble += 1 if trouble or stopped or self._meeting.anyone_ended() or self._peers.gone() else 0
             now = self._under_way()
             inside, step = (inside + 1 if now is not None and now == step else 0), now
+            still = still + 1 if self._peers.stopped() else 0
             late = self._deadline is not None and inside * _POLL_SECONDS > self._deadline
-            if late or trouble * _POLL_SECONDS > PATIENCE_SECONDS:
+            if late or still * _POLL_SECONDS > STOPPED_SECONDS or trouble * _POLL_SECONDS > PATIENCE_SECONDS:
                 if self._ending.acquire(blocking=False):
                     self._take(stopped)
                 return

@@ -34,19 +34,20 @@ def corpus(folder: Path) -> Path:
 def plan(path: Path, ranks: int = 1, settings: dict[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
     """A sealed plan for ``ranks`` CPU ranks of this machine that trains on the file ``path``.
 
-    ``settings`` are configuration keys over `SMALL`; ``asked`` are keys of the request. Every rank has one thread: so
-    small a model gains nothing by two, and tests run beside each other.
+    ``settings`` are configuration keys over `SMALL`; ``asked`` are keys of the request, ``devices`` among them. Every
+    CPU rank has one thread: so small a model gains nothing by two, and tests run beside each other.
     """
     chosen = {**(SMALL if "model" not in asked else {}), **{key: str(value) for key, value in (settings or {}).items()}}
     if "experts" in chosen and "ffn" not in (settings or {}):
         chosen.pop("ffn", None)  # it would change nothing beside experts, and is refused
     data = path.read_bytes()
     source = {"name": path.name, "weight": 1, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    sizes = {"seq": 32, "batch": 3, "steps": 6, "seed": 1, **asked}
-    wanted = request(devices=f"cpu:{ranks}", set=chosen, data=[source], **sizes)
+    sizes = {"seq": 32, "batch": 3, "steps": 6, "seed": 1, "devices": f"cpu:{ranks}", **asked}
+    wanted = request(set=chosen, data=[source], **sizes)
     work = _account(sizes.get("model") or "tiny", json.dumps(chosen, sort_keys=True), sizes.get("opt") or "muon")
-    made = compile_plan(wanted, seal(probe.fleet(f"cpu:{ranks}")), work)
-    return with_values(made, {f"/ranks/{place}/threads": 1 for place in range(len(made["ranks"]))})
+    made = compile_plan(wanted, seal(probe.fleet(sizes["devices"])), work)
+    threaded = [place for place, entry in enumerate(made["ranks"]) if "threads" in entry]
+    return with_values(made, {f"/ranks/{place}/threads": 1 for place in threaded})
 
 
 @cache

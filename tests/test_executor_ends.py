@@ -101,7 +101,7 @@ def said(stderr: str) -> list[str]:
     [
         ("kill 0", "rank 0: is gone and left no word"),
         ("kill 1", "rank 1: is gone and left no word"),
-        ("freeze 1", "rank 1: did not come to step 4's exchange within 2 s"),
+        ("freeze 1", "rank 1: did not come to step 4's exchange within 2 s: its process is stopped (SIGSTOP)"),
         ("hang 0", "rank 0: did not come to step 4's exchange within 2 s: it hangs in forward (faulty_model.py:43)"),
         ("memory 1", "rank 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
         ("nan 1", "rank 1: loss is not finite at step 4"),

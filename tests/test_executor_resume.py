@@ -9,12 +9,15 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import plans
 import ranks
@@ -25,18 +28,19 @@ from planner.refusals.of_runs import checkpoint_bytes
 from planner.refusals.rules import Refused
 from schemas.form import render
 from schemas.seal import append_run
-from schemas.store import load
-from test_executor_command import command, written
+from schemas.store import load, write
+from test_executor_command import HOME, command, written
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes for all
 
 STEPS, HALF = 20, 10
 WHOLE = {"experts": 4, "topk": 2, "expert_ffn": 32, "moe_lb_coef": 0.01, "engram_rows": 100, "engram_heads": 2,
          "engram_dim": 8}  # fmt: skip
+EVERY = ["engram_ram", "muon_state_bf16", "optim_8bit", "act_ckpt"]
 CASES: dict[str, dict[str, Any]] = {
     "whole": {"eval_every": 4},
-    "8-bit": {"mechanisms": ["muon_state_bf16", "optim_8bit"]},
-    "tables in host memory": {"mechanisms": ["engram_ram"]},
+    "every mechanism of a CPU at once": {"mechanisms": EVERY},
+    "recomputed": {"mechanisms": ["recompute"]},
     "fp16": {"loss_scale": 2.0**21, "loss_scale_growth": 4, "nonfinite": "skip"},
 }
 
@@ -104,13 +108,23 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("on", "capacity", "stopped"), [((0, 1), [[4, 32], [1, 48]], 1), ((0, 1, 2), [[3, 32], [1, 32], [2, 16]], 2)]
+    ("on", "capacity", "stopped", "alike", "mechanisms"),
+    [
+        ((0, 1), [[4, 32], [1, 48]], 1, ["muon_state_bf16", "optim_8bit"], [["act_ckpt"], ["recompute"]]),
+        ((0, 1, 2), [[3, 32], [1, 32], [2, 16]], 2, [], [["act_ckpt"], ["recompute"], []]),
+    ],
 )
 def test_ranks_that_were_stopped_go_on_as_if_they_had_not_been(
-    tmp_path: Path, on: tuple[int, ...], capacity: list[list[int]], stopped: int
+    tmp_path: Path,
+    on: tuple[int, ...],
+    capacity: list[list[int]],
+    stopped: int,
+    alike: list[str],
+    mechanisms: list[list[str]],
 ) -> None:
     """The third rank computes with other kernels; the signal comes to one rank only."""
-    plan = planned(tmp_path, len(on), batch=None, seq=None, capacity=capacity, eval_every=4)
+    plan = planned(tmp_path, len(on), batch=None, seq=None, capacity=capacity, eval_every=4, mechanisms=alike)
+    plan = plans.with_values(plan, {f"/ranks/{rank}/mechanisms": own for rank, own in enumerate(mechanisms)})
     data = plans.corpus(tmp_path)
     straight = ranks.run(plan, data, tmp_path / "straight", on=on)
     first = ranks.run(plan, data, tmp_path / "run", on=on, stop=(stopped, HALF - 2))
@@ -125,6 +139,56 @@ def test_ranks_that_were_stopped_go_on_as_if_they_had_not_been(
     for key in ("evaluations", "fingerprint", "fingerprints_compared"):
         assert second[0]["entry"][key] == straight[0]["entry"][key]
     assert left(tmp_path / "run") == left(tmp_path / "straight")
+
+
+def run_apart(folder: Path, plan: dict[str, Any], name: str, *words: str) -> tuple[list[float], str]:
+    """A run by the command, into ``folder``/``name``; gives the losses that it told, and what it left."""
+    path = folder / f"{name}.json"
+    write(path, plan)
+    done = subprocess.run(
+        [sys.executable, "-m", "executor", path, "--data", folder / plans.CORPUS, "--run-dir", name, *words],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(HOME)}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row], left(folder / name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("cards", "mechanisms"),
+    [(1, []), (1, ["moe_offload", "engram_ram", "muon_state_bf16", "optim_8bit", "act_ckpt"]), (2, [])],
+)
+def test_a_run_on_cards_goes_on_as_an_undisturbed_one_would_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cards: int, mechanisms: list[str]
+) -> None:
+    """The same bits, where two undisturbed runs of the plan have the same bits; else no further from one of them than
+    the other is."""
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"{cards} cards are needed")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cards))))
+    asked = {"model": "small", "devices": "auto", "mechanisms": mechanisms, "batch": 4, "seq": 256, "steps": STEPS}
+    settings = {"experts": 4, "topk": 2, "expert_ffn": 256, "moe_lb_coef": 0.01, "checkpoint_every": HALF}
+    report = goes_on(tmp_path, plans.plan(plans.corpus(tmp_path), cards, settings, **asked))
+    print(f"\n{cards} card(s), {', '.join(mechanisms) or 'no mechanism'}: {report}")
+
+
+def goes_on(folder: Path, plan: dict[str, Any]) -> str:
+    """Run ``plan`` twice, and once more from the first's checkpoint in its middle; what came of it, in words."""
+    one_, first = run_apart(folder, plan, "one")
+    two, second = run_apart(folder, plan, "two")
+    shutil.copytree(folder / "one" / "checkpoints", folder / "on" / "checkpoints")
+    on, third = run_apart(folder, plan, "on", "--resume")
+    assert len(on) == HALF and len(one_) == STEPS
+    apart = max(abs(a - b) for a, b in zip(one_, two, strict=True))
+    gone = max(abs(a - b) for a, b in zip(one_[HALF:], on, strict=True))
+    if first == second:
+        assert first == third and on == one_[HALF:]
+        return "two undisturbed runs have the same bits, and so has the one that went on"
+    assert gone <= 2 * apart, (one_, two, on)
+    return (
+        f"two undisturbed runs differ by up to {apart:.2g} in loss, the one that went on from the first by {gone:.2g}"
+    )
 
 
 def test_a_model_that_draws_random_numbers_draws_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

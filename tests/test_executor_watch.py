@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,7 @@ def meetings() -> list[Meeting]:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "STOPPED_SECONDS", 0.3)
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.05)
 
 
@@ -46,10 +47,26 @@ def test_a_rank_whose_process_ended_is_gone_and_a_stopped_one_is_not_until_it_is
     with sleeper() as (process, known):
         peers = Peers(0, [identity(), known])
         process.send_signal(signal.SIGSTOP)
+        _until(lambda: peers.stopped() == [1])
         assert (peers.gone(), peers.living()) == ([], [1])
         peers.kill([0, 1])  # itself is none of its peers
         assert process.wait(10) == -signal.SIGKILL
         assert (peers.gone(), peers.living()) == ([1], [])
+
+
+def _until(seen: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not seen():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_rank_that_is_stopped_for_long_is_not_waited_for(meetings: list[Meeting]) -> None:
+    with sleeper() as (process, known):
+        peers = Peers(0, [identity(), known])
+        assert watched(meetings[0], 0.6, None, forever(None), peers) is None
+        process.send_signal(signal.SIGSTOP)
+        assert watched(meetings[0], 10, None, forever(None), peers) is not None
 
 
 def test_another_process_under_a_ranks_pid_is_none_of_the_ranks() -> None:
