@@ -62,7 +62,12 @@ def _main(given: list[str]) -> int:
     ranks = sum(len(entry["members"]) for entry in plan["ranks"])
     due = launch.is_due(ranks, os.environ)
     found = ranks if due else int(os.environ.get("WORLD_SIZE", "1"))
-    refusals = early.refusals(plan, found, options.plan, unrecordable)
+    model = plan["workload"]["model"]
+    if options.model not in (None, model):
+        said = f"--model {options.model}: the plan is of the model {model}"
+        return launch.leave_code(_rank(), _end(said, USAGE), agreed=True)
+    strange = early.strange_code(plan, options.model)
+    refusals = early.refusals(plan, found, options.plan, unrecordable, strange)
     if refusals:
         return launch.leave_code(_rank(), _end(Refused(refusals).text(), REFUSED), agreed=True)
     if due:
@@ -84,6 +89,9 @@ def _options(given: list[str]) -> argparse.Namespace:
         "--data", metavar="PATH", action="append", default=[],
         help="where the plan's data lies: one a source, in the plan's order (repeat, or separate by commas)",
     )  # fmt: skip
+    parser.add_argument(
+        "--model", metavar="MODULE:ATTRIBUTE", help="consent to import the model of your own that the plan names"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of the run's DIR")
     return parser.parse_args(given)
 

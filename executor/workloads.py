@@ -115,7 +115,7 @@ def build(workload: Workload, config: Mapping[str, Value], kernels: Mapping[str,
         return built
 
 
-LATER = frozenset({"keep_model", "checkpoint_every", "keep_checkpoints"})
+LATER = frozenset({"keep_model", "checkpoint_every", "keep_checkpoints", "allocator"})
 """Keys of the runtime that plans from before them need not hold: without one, a run does as it did then."""
 
 

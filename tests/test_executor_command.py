@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -44,9 +45,16 @@ def command(folder: Path, *words: Any, torchrun: bool = False, **environ: str) -
     start = ["-m", "torch.distributed.run", "--standalone", "-m"] if torchrun else ["-m"]
     path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
-        [sys.executable, *start, "executor", *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=100,
+        [sys.executable, *start, "executor", *map(str, words), *consent(folder / words[0])],
+        cwd=folder, capture_output=True, text=True, timeout=100,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ}, check=False,
     )  # fmt: skip
+
+
+def consent(path: Path) -> list[str]:
+    """What the command says of the model of the plan at ``path``, where that is a test's own."""
+    model = re.search(r'^    "model": "(.*:.*)"', path.read_text("utf-8", "replace") if path.is_file() else "", re.M)
+    return [] if model is None else ["--model", model[1]]
 
 
 def written(folder: Path, ranks: int = 1, **more: Any) -> tuple[Path, Path]:

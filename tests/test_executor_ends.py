@@ -24,7 +24,7 @@ from executor.run import Places, execute
 from executor.stopping import ECHO_SECONDS
 from schemas.form import render
 from schemas.store import load, write
-from test_executor_command import HOME, command, written
+from test_executor_command import HOME, command, consent, written
 from worlds import compiled, run_of
 
 PATH = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
@@ -210,7 +210,7 @@ def _started(
     folder: Path, path: Path, data: Path, start: list[str] | None = None, **environ: str
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *(start or PYTHON), str(path), "--data", str(data)], cwd=folder, text=True,
+        [sys.executable, *(start or PYTHON), str(path), "--data", str(data), *consent(path)], cwd=folder, text=True,
         env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environ},
         stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip

@@ -7,6 +7,7 @@ is refused is stale and no more: it is still verified, shown and compared.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -123,8 +124,16 @@ def _two_nodes(data: Path) -> dict[str, Any]:
     return plans.with_values(made, {})
 
 
+def _own_model(data: Path) -> dict[str, Any]:
+    made = plans.plan(data, 1)
+    data.with_name("strange_model.py").write_text("raise SystemExit('the code of a stranger ran')")
+    made["workload"]["model"] = "strange_model:Model"
+    return plans.with_values(made, {})
+
+
 PLANS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "two nodes": _two_nodes,
+    "a model of its own": _own_model,
     "a card": lambda data: compile_plan(request(), _cards("h200"), account()),
     "a listed card": lambda data: compile_plan(request(), probe.record("rtx-3090"), account()),
 }
@@ -137,8 +146,7 @@ def starting(
     """Starts the plan of a row in its world, and gives what is said of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "_listen", lambda: None)
-    for name, text in (("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("CUDA_VISIBLE_DEVICES", "0")):
-        monkeypatch.setenv(name, text)  # what the command sets is undone
+    monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_VISIBLE_DEVICES": "0"})  # what the command sets is undone
     data = plans.corpus(tmp_path)
     (tmp_path / "other.txt").write_bytes(data.read_bytes()[::-1])
     with ExitStack() as held:
@@ -204,6 +212,10 @@ def _another_kernel(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, held:
     monkeypatch.setattr(build, "model", lambda work, kernels: original(work, {"kda": "recurrent_torch"}))
 
 
+def _another_allocator(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, held: ExitStack) -> None:
+    monkeypatch.setattr(smoke.peaks, "allocator", lambda kind: "segments")
+
+
 def _no_autocast(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, held: ExitStack) -> None:
     monkeypatch.setattr(smoke, "compute_in", lambda dtype, kind: nullcontext())
 
@@ -213,6 +225,7 @@ FAULTS: dict[str, Callable[[dict[str, Any], pytest.MonkeyPatch, ExitStack], None
     "another run": _another_run,
     "another plan's checkpoint": _another_checkpoint,
     "a NaN among the weights": _poisoned,
+    "another allocator": _another_allocator,
     "another kernel": _another_kernel,
     "no autocast": _no_autocast,
 }

@@ -46,6 +46,19 @@ def multi_node(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         )
 
 
+def model_unnamed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    """A plan may come from anywhere: the code that it names is not run on its word alone."""
+    if facts.get("strange"):
+        name = plan["workload"]["model"]
+        yield Refusal(
+            "model-unnamed",
+            f"to import the plan's model {name}",
+            facts["strange"],
+            "the plan alone names it, and whoever wrote the plan would choose what code runs here",
+            f"read that code, then say --model {quote(name)} to have it run",
+        )
+
+
 def world_mismatch(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     planned, found = world_of(plan), facts["world_size"]
     if planned != found:
@@ -262,7 +275,7 @@ def checkpoints_no_room(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     room = facts["ranks"][0].get("room") if facts["ranks"] else None
     if room is None:
         return
-    kept, one = plan["workload"]["config"]["keep_checkpoints"]["chosen"], checkpoint_bytes(plan)
+    kept, one = plan["workload"]["config"].get("keep_checkpoints", {"chosen": 2})["chosen"], checkpoint_bytes(plan)
     needed = (kept + 1) * one - room["held"]
     if needed > room["free"]:
         beside = f", beside {size(room['held'])} of them there already" if room["held"] else ""

@@ -95,6 +95,7 @@ RULES: tuple[Rule, ...] = (
     Rule("does-not-fit", "plan", "a predicted peak over a rank's limit", refusals_plan.does_not_fit),
     Rule("host-does-not-fit", "plan", "more in host memory than it has free", refusals_plan.host_does_not_fit),
     Rule("multi-node", "start", "running ranks on several nodes", refusals_run.multi_node),
+    Rule("model-unnamed", "start", "code of a model that the command did not name", refusals_run.model_unnamed),
     Rule("world-mismatch", "start", "another number of processes than the plan has ranks", refusals_run.world_mismatch),
     Rule("digest-disagrees", "start", "ranks that read different plans", refusals_run.digest_disagrees),
     Rule("device-changed", "start", "another device than the one planned", refusals_run.device_changed),

@@ -19,4 +19,6 @@ def next_step(plan: Mapping[str, Any], file: str) -> str:
         return f"{shown} (its cards are known by data sheet: it runs where such cards are, or better ones)"
     names = [source["name"] for source in plan["workload"]["data"]["sources"] if source["name"] != "stdlib"]
     data = f" --data {shlex.quote(clean(','.join(names)))}" if names else ""
-    return f"Run it with: torchrun -m executor {file}{data}"
+    name = clean(plan["workload"]["model"])
+    model = f" --model {shlex.quote(name)}" if ":" in name else ""
+    return f"Run it with: torchrun -m executor {file}{model}{data}"

@@ -143,7 +143,8 @@ def measure(case: Case, ranks: int, device: str) -> Seen:
         _plan(folder, ranks, device)
         words = [sys.executable, *(word.format(ranks=ranks) for word in STARTS[case.start])]
         process = subprocess.Popen(
-            [*words, "plan.json", "--data", plans.CORPUS, "--run-dir", "run"], cwd=folder, text=True,
+            [*words, "plan.json", "--data", plans.CORPUS, "--run-dir", "run", "--model", "ends_model:Model"],
+            cwd=folder, text=True,
             env={**_environ(), "FAULT": f"{case.what} {case.rank}"},
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
