@@ -15,12 +15,13 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from executor.count import bilinear
 from executor.count_updates import adamw_counts, apply_counts, newton_schulz_counts, tables_counts
@@ -29,6 +30,7 @@ from executor.guest import guarded
 from executor.mechanisms.table import ORDERED
 from executor.no_compiler import NoCompiler
 from executor.optim.routing import Routed, split
+from executor.units import parameters_of
 from executor.workloads import Module, build, configure, is_ours, resolve, values
 from planner.door import (
     BadWorkload,
@@ -38,6 +40,7 @@ from planner.door import (
     Shaped,
     Value,
     Workload,
+    block_rest,
 )
 
 GRANULE = 16
@@ -70,7 +73,7 @@ def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
             raise BadWorkload(f"{kernel}={chosen[kernel]}: this configuration calls no kernel of that name")
     return {
         "format": "dormouse.account",
-        "format_version": 3,
+        "format_version": 4,
         "made_from": {
             "model": model,
             "set": dict(settings),
@@ -85,7 +88,11 @@ def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
         "granule": GRANULE,
         "parameters": {route: sum(p.numel() for _, p in named) for route, named in routed._asdict().items()},
         "tensors": {route: len(named) for route, named in routed._asdict().items()},
-        "blocks": {route: sum(_rest(p) for _, p in named) for route, named in routed._asdict().items()},
+        "blocks": {
+            route: sum(block_rest(p.numel() * p.element_size()) for _, p in named)
+            for route, named in routed._asdict().items()
+        },
+        "units": [_unit(name, parameters, routed) for name, parameters in parameters_of(whole)],
         "matrices": list(_matrices(routed)),
         "shapes": newton_schulz_counts(routed, chosen),
         "apply": apply_counts(routed, chosen),
@@ -128,21 +135,18 @@ def _checked(request: Mapping[str, Any]) -> Asked:
     return Asked(model, settings, opt, kinds)
 
 
-# CUDA's caching allocator in torch (CUDACachingAllocator.cpp): from 10 MiB on, memory is asked of the driver in
-# multiples of 2 MiB, and a rest of up to 1 MiB stays with the block.
-_LARGE, _ROUNDED, _LEAST_REST = 10 * 2**20, 2 * 2**20, 2**20
-
-
-def _rest(tensor: Tensor) -> int:
-    """Bytes by which the block of a tensor alone in its segment is larger than the tensor, on a card."""
-    nbytes = tensor.numel() * tensor.element_size()
-    rest = -nbytes % _ROUNDED
-    return rest if nbytes >= _LARGE and rest <= _LEAST_REST else 0
-
-
 def _kernel_shapes(workload: Workload, chosen: Mapping[str, Value]) -> dict[str, dict[str, int]]:
     told = workload.kernel_shapes(chosen) if isinstance(workload, Shaped) else {}
     return {kernel: dict(shape) for kernel, shape in told.items()}
+
+
+def _unit(name: str, parameters: Sequence[nn.Parameter], routed: Routed) -> dict[str, Any]:
+    """What is gathered together where parameters are sharded: tensors by route, rows and elements a row."""
+    routes = {parameter: route for route, named in routed._asdict().items() for _, parameter in named}
+    rows = [(routes.get(p, "frozen"), p.shape[0] if p.ndim else 1, p.numel()) for p in parameters]
+    kinds = Counter((route, count, elements // count) for route, count, elements in rows)
+    tensors = [{"route": route, "rows": r, "row": e, "count": n} for (route, r, e), n in sorted(kinds.items())]
+    return {"name": name, "tensors": tensors}
 
 
 def _matrices(routed: Routed) -> Iterator[dict[str, Any]]:

@@ -154,15 +154,16 @@ def model(work: WorkSlice, kernels: dict[str, str]) -> tuple[Workload, nn.Module
     return workload, build(workload, work.config, kernels, label).float()
 
 
-def settle(built: nn.Module, rank: RankSlice) -> nn.Module:
-    """``built`` on the rank's device with the rank's mechanisms applied.
+def settle(built: nn.Module, rank: RankSlice, sharded: bool = False) -> nn.Module:
+    """``built`` on the rank's device with the rank's mechanisms applied. One that is to be ``sharded`` stays where it
+    is: it goes to the device unit by unit.
 
     Raises:
         BadWorkload: a mechanism that this executor does not know, or that this model cannot take.
     """
     if rank.threads is not None:
         torch.set_num_threads(rank.threads)
-    placed = built.to(device_of(rank.kind))
+    placed = built if sharded else built.to(device_of(rank.kind))
     for name in rank.mechanisms:
         if name not in MECHANISMS:
             raise BadWorkload(f"the plan engages {name!r}, which this executor does not know")
@@ -179,12 +180,15 @@ def _is_of_state(name: str) -> bool:
     return "component" in MECHANISMS[name].ROW
 
 
-def optimizers(placed: nn.Module, work: WorkSlice, rank: RankSlice, owners: Sequence[int]) -> Optimizers:
+def optimizers(
+    placed: nn.Module, work: WorkSlice, rank: RankSlice, owners: Sequence[int], routed: Routed | None = None
+) -> Optimizers:
     """Muon for the matrices that ``owners`` names a rank each for, AdamW for the rest.
 
-    A one-rank plan without owners owns all. Raises BadWorkload where owners and matrices do not match.
+    A one-rank plan without owners owns all. ``routed``: what they update, where that is not all of ``placed``. Raises
+    BadWorkload where owners and matrices do not match.
     """
-    routed, config = split(placed, work.opt), work.config
+    routed, config = routed or split(placed, work.opt), work.config
     options: dict[str, Any] = {
         "momentum": config["muon_momentum"],
         "weight_decay": config["weight_decay"],

@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
@@ -26,6 +27,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from executor.parts import is_part, wholes
+from executor.parts import put as put_part
 from schemas.form import Json, Unfaithful, parse, render
 from schemas.seal import canonical_digest
 from schemas.store import LARGEST_DOCUMENT_BYTES, sync_folder
@@ -82,16 +85,15 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def save(folder: Path, model: nn.Module, facts: Mapping[str, Json]) -> Path:
     """Put ``model`` into ``folder`` with ``facts`` beside it: written whole under another name, fsync, rename.
 
-    A checkpoint that lies there already is replaced: until the new one is complete it stays as it is.
+    A checkpoint that lies there already is replaced: until the new one is complete it stays as it is. Of a sharded
+    model, this is one rank's part; every other rank calls `accompany` meanwhile.
 
     Raises:
         BadCheckpoint: the model's state has something that a checkpoint cannot hold.
         OSError: the folder takes no file; nothing is left behind.
     """
     tensors = tensors_of(model)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     made = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.new")
-    made.mkdir()
     try:
         complete(made, folder, facts, {MODEL: write(made / MODEL, tensors)})
     except BaseException:
@@ -234,25 +236,40 @@ def _header(rows: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Json]:
-    """Write ``tensors`` to ``path``; gives the file's row. The widest come first: so each lies on its own width.
+    """Write ``tensors`` to ``path``, whose folder is made; gives the file's row. The widest come first: so each lies on
+    its own width. Tensors of which ranks hold parts are made whole one by one, with every other rank in `accompany`.
 
     Raises OSError.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    order = _order(tensors)
     rows = [(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in order]
     header = _header(rows)
     sha256, length = hashlib.sha256(header), len(header)
-    with path.open("xb") as file:
-        file.write(header)
-        for name in order:
-            for part in _parts(tensors[name]):
-                data = part.cpu().numpy().data
-                file.write(data)
-                sha256.update(data)
-                length += len(data)
-        _settle(file)
+    pending = wholes(tensors[name] for name in order)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            file.write(header)
+            for tensor in pending:
+                for part in _parts(tensor):
+                    data = part.cpu().numpy().data
+                    file.write(data)
+                    sha256.update(data)
+                    length += len(data)
+            _settle(file)
+    finally:
+        deque(pending, maxlen=0)  # the other ranks give their parts of every tensor, whatever became of the file
     described = [{"name": name, "dtype": CODES[dtype], "shape": list(shape)} for name, dtype, shape in rows]
     return {"length": length, "sha256": sha256.hexdigest(), "tensors": described}
+
+
+def accompany(tensors: Mapping[str, Tensor]) -> None:
+    """Give this rank's parts of ``tensors`` to the rank that writes them."""
+    deque(wholes(tensors[name] for name in _order(tensors)), maxlen=0)
+
+
+def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -311,7 +328,8 @@ def _refuse_changed(path: Path, found: str, saved: str) -> None:
 
 
 def _fill(tensor: Tensor, file: IO[bytes], digest: Any) -> None:
-    whole = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    lies = tensor.is_contiguous() and not is_part(tensor)
+    whole = tensor if lies else torch.empty(tensor.shape, dtype=tensor.dtype)
     for part in _parts(whole):
         landed = part if part.device.type == "cpu" else torch.zeros(part.shape, dtype=part.dtype)
         view = landed.numpy().data
@@ -320,7 +338,7 @@ def _fill(tensor: Tensor, file: IO[bytes], digest: Any) -> None:
         if landed is not part:
             part.copy_(landed)
     if whole is not tensor:
-        tensor.copy_(whole)
+        put_part(tensor, whole)
 
 
 def _replace(made: Path, folder: Path) -> None:

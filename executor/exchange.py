@@ -29,15 +29,16 @@ _KEEP_BUFFERS: dict[str, Any] = {
 
 @dataclass
 class Exchanged:
-    """What one backward handed to the all-reduce: bytes, the dtypes, and a (launch, completion) a bucket."""
+    """What one step handed to the sums over ranks: bytes, their dtypes, how many sums (``buckets``), and a (launch,
+    completion) a collective. ``gathered``: bytes of parameters made whole, where they are sharded. ``blocking``: the
+    rank waited for each collective where it launched it, so that none was hidden."""
 
     bytes: int = 0
     dtypes: set[str] = field(default_factory=set)
+    buckets: int = 0
     spans: list[list[Moment]] = field(default_factory=list)
-
-    @property
-    def buckets(self) -> int:
-        return len(self.spans)
+    gathered: int = 0
+    blocking: bool = False
 
     def whole_spans(self) -> list[tuple[Moment, Moment]]:
         return [(span[0], span[1]) for span in self.spans if len(span) == 2]
@@ -77,6 +78,7 @@ def reduce_bucket(reducer: Any, bucket: GradBucket) -> torch.futures.Future[Tens
     narrower = reducer.dtype.itemsize < gradients.dtype.itemsize
     sent = gradients.to(reducer.dtype) if narrower else gradients
     seen.bytes += sent.nbytes
+    seen.buckets += 1
     seen.dtypes.add(NAMES.get(sent.dtype, str(sent.dtype)))
     span = [reducer.clock.now()]
     seen.spans.append(span)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from executor.build import Optimizers, device_of
 from executor.clock import Clock
 from executor.exchange import Exchanged, Reducer
 from executor.owners import Sharing
+from executor.parts import wholes
 from executor.slices import ExchangeSlice, RankSlice
 from executor.trial import Trial
 
@@ -48,19 +50,23 @@ class Agreed:
 
 
 class Fleet(Protocol):
-    """What the loop asks of the fleet. Every rank asks the same, in the same order."""
+    """What the loop asks of the fleet. Every rank asks the same, in the same order. ``sharded``: a rank holds parts of
+    the model's tensors, and any forward is of all ranks together."""
 
     rank: int
     size: int
     deadline: float
+    sharded: bool
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward: ...
+    def clear(self, model: nn.Module) -> None: ...
     def weighted(self, loss: Tensor) -> Tensor: ...
     def announce(self, loss: Tensor, stop: bool) -> Callable[[], Tensor]: ...
     def norm(self, gradients: Sequence[Tensor]) -> Tensor: ...
     def share(self, updates: list[Tensor]) -> list[Tensor]: ...
     def total(self, counts: Tensor) -> Tensor: ...
     def fingerprints(self, model: nn.Module) -> list[str]: ...
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[None]: ...
     def begin(self) -> None: ...
     def exchanged(self) -> Exchanged | None: ...
     def owners_bytes(self) -> int | None: ...
@@ -74,10 +80,13 @@ class Fleet(Protocol):
 class Alone:
     """One rank: its loss is the fleet's, its updates are all there are."""
 
-    rank, size, deadline = 0, 1, 0.0
+    rank, size, deadline, sharded = 0, 1, 0.0, False
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward:
         return model
+
+    def clear(self, model: nn.Module) -> None:
+        model.zero_grad(set_to_none=False)
 
     def weighted(self, loss: Tensor) -> Tensor:
         return loss
@@ -98,6 +107,9 @@ class Alone:
 
     def fingerprints(self, model: nn.Module) -> list[str]:
         return [fingerprint(model)]
+
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin(self) -> None:
         return
@@ -125,9 +137,12 @@ class Alone:
 
 
 class Ranks:
-    """Several ranks over one backend, whose link is tried as they come together. ``watched``: a card's queue that hangs
-    is found by the run's own watch, which records it; torch, which would end the process, keeps out. Raises LinkFailed.
+    """Several ranks over one backend, each with the whole model; their link is tried as they come together.
+    ``watched``: a card's queue that hangs is found by the run's own watch, which records it; torch, which would end the
+    process, keeps out. Raises LinkFailed.
     """
+
+    sharded = False
 
     def __init__(
         self, rank: RankSlice, token_weight: float, plan: ExchangeSlice, clock: Clock, store: Any, watched: bool = False
@@ -163,6 +178,10 @@ class Ranks:
             shapes = [parameter.shape for parameter in muon.parameters]
             self._sharing = Sharing(shapes, self._plan.owners, muon.ns_dtype, self._device, self._group)
         return exchange.wrap(model, self._reducer, self._plan.bucket_bytes)
+
+    def clear(self, model: nn.Module) -> None:
+        """Zero the gradients, which are kept from step to step."""
+        model.zero_grad(set_to_none=False)
 
     def weighted(self, loss: Tensor) -> Tensor:
         """The rank's part of the mean over the step's tokens: gradients are summed over ranks."""
@@ -215,6 +234,10 @@ class Ranks:
         dist.all_gather(found, mine, group=self._group)
         return [bytes(digest.tolist()).hex() for digest in found]
 
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Around forwards that no backward follows."""
+        return nullcontext()
+
     def begin(self) -> None:
         self._reducer.begin()
 
@@ -231,7 +254,10 @@ class Ranks:
     def waited(self) -> float:
         """Seconds since this rank last came to a collective: of those that lose one another, who came last has the
         least."""
-        return time.monotonic() - max(self._entered, self._reducer.entered)
+        return time.monotonic() - self._last()
+
+    def _last(self) -> float:
+        return max(self._entered, self._reducer.entered)
 
     def came(self) -> int:
         """How many collectives this rank came to: of ranks that hang, who came to the fewest holds the others up."""
@@ -259,12 +285,16 @@ def abandon() -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256, in hex, of the bytes of every parameter, then of every buffer that a checkpoint keeps, by name."""
+    """SHA-256, in hex, of the bytes of every parameter, then of every buffer that a checkpoint keeps, by name.
+
+    Where parameters are sharded, every rank gathers them, one after another, and comes to a digest of its own.
+    """
     digest, parameters = hashlib.sha256(), dict(model.named_parameters())
     buffers = model.state_dict().keys() - parameters.keys()
-    kept = [(name, model.state_dict()[name]) for name in sorted(buffers)]
-    for _, tensor in (*sorted(parameters.items()), *(item for item in kept if isinstance(item[1], Tensor))):
-        data = tensor.detach().cpu().contiguous().reshape(-1)
+    kept = [model.state_dict()[name] for name in sorted(buffers)]
+    ordered = [parameters[name] for name in sorted(parameters)]
+    for tensor in wholes([*ordered, *(item for item in kept if isinstance(item, Tensor))]):
+        data = tensor.cpu().contiguous().reshape(-1)
         digest.update(data.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -21,6 +21,7 @@ from executor.models.moe import balanced
 from executor.optim.muon import Muon
 from executor.optim.schedule import factor
 from executor.optim.tables import HostTables
+from executor.parts import own
 from executor.precision import compute_in
 from executor.reporter import Reporter
 from executor.slices import DataSlice, WorkSlice
@@ -93,10 +94,10 @@ class Training:
             self.optimizers.tables.prefetch(self._ahead[1])
 
     def gradients(self) -> list[Tensor]:
-        """Every gradient of this rank, that of rows in host memory included."""
+        """Every gradient that this rank holds, that of rows in host memory included."""
         tables = self.optimizers.tables
         leaves = tables.leaves() if isinstance(tables, HostTables) else []
-        return [p.grad for p in (*self.model.parameters(), *leaves) if p.grad is not None]
+        return [own(p.grad) for p in (*self.model.parameters(), *leaves) if p.grad is not None]
 
     def balance(self, keep: Tensor) -> None:
         """Move every mixture's balance by what the fleet counted in a step; not where ``keep`` is False."""
@@ -188,7 +189,7 @@ def launch(parts: Training, work: WorkSlice, data: DataSlice, step: int, scale: 
     fleet, scaler = parts.fleet, parts.optimizers.scaler
     inputs, targets = parts.batch(data, step)
     fleet.begin()
-    parts.model.zero_grad(set_to_none=False)
+    fleet.clear(parts.model)
     with compute_in(parts.dtype, parts.device.type):
         loss = parts.forward(inputs, targets)
     if step + 1 < work.steps:
@@ -275,11 +276,17 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _evaluate(parts: Training, work: WorkSlice, data: DataSlice, step: int, progress: Progress) -> None:
-    """Held-out bits per byte on rank 0, while the others wait; weights are the same on all."""
-    if parts.fleet.rank == 0:
-        bits = bits_per_byte(parts, work.config["eval_windows"], data.batch, data.seq)
-        progress.evaluations.append((step + 1, bits))
-        parts.reporter.evaluated(step + 1, bits)
+    """Held-out bits per byte on rank 0, while the others wait, since weights are the same on all; where they are
+    sharded, all ranks compute the same together."""
+    windows, shape = work.config["eval_windows"], (data.batch, data.seq)
+    if parts.fleet.sharded:
+        shape = data.least_batch, data.first_seq
+    if parts.fleet.rank == 0 or parts.fleet.sharded:
+        with parts.fleet.evaluating(parts.model):
+            bits = bits_per_byte(parts, windows, *shape)
+        if parts.fleet.rank == 0:
+            progress.evaluations.append((step + 1, bits))
+            parts.reporter.evaluated(step + 1, bits)
     parts.fleet.wait()
 
 

@@ -18,6 +18,7 @@ from executor.build import Optimizers
 from executor.kernels import tuned
 from executor.kernels.offload import pool
 from executor.meter import Samples, quantile_range
+from executor.parts import own
 from executor.peaks import Peaks, storage_bytes
 from executor.slices import DataSlice, RankSlice
 from executor.trial import Trial
@@ -172,6 +173,10 @@ def _buckets(samples: Samples) -> float | None:
     return None if samples.exchanged is None else samples.exchanged.buckets
 
 
+def _gathered(samples: Samples) -> float | None:
+    return None if samples.exchanged is None else samples.exchanged.gathered
+
+
 def _dtype(seen: Seen) -> Taken:
     return Taken(seen.ran.get("dtype"), 1, "dispatch of the smoke launch", "the smoke launch did not come so far")
 
@@ -200,6 +205,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("/step/seconds", "s", "median", _seconds("total"), max),
     Quantity("/step/tokens_per_second", "tokens/s", "median", _rate(lambda data: data.global_tokens), min),
     Quantity("/exchange/payload", "B", "last", _exchanged(_payload, "counted at the hook"), max),
+    Quantity("/exchange/gathered", "B", "last", _exchanged(_gathered, "counted at the hook"), max),
     Quantity("/exchange/buckets", "", "last", _exchanged(_buckets, "counted at the hook"), max),
     # Of all ranks the least: a rank that reaches its bucket early also waits for the others, and that is no transfer.
     Quantity("/exchange/seconds", "s", "median", _reduced, min),
@@ -215,10 +221,11 @@ QUANTITIES: tuple[Quantity, ...] = (
 def state_bytes(model: nn.Module, optimizers: Optimizers) -> dict[str, float]:
     """Bytes by component, of the storages that live now on the device and in host memory; and the loss's scale, where
     it is scaled."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    found: dict[str, float] = {"masters": storage_bytes(model.parameters()), "gradients": storage_bytes(gradients)}
+    masters = [own(parameter) for parameter in model.parameters()]
+    gradients = [own(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    found: dict[str, float] = {"masters": storage_bytes(masters), "gradients": storage_bytes(gradients)}
     found |= {component: storage_bytes(tensors) for component, tensors in optimizers.state().items()}
-    device = next(model.parameters()).device
+    device = masters[0].device
     tables = {} if optimizers.tables is None else optimizers.tables.state_bytes()
     found["hosted"] = pool(device).bytes + tables.get("tables_host", 0)
     if device.type == "cuda":

@@ -131,6 +131,14 @@ class Meeting:
         """The signal that stopped a rank, by the first word that holds one."""
         return next((word.stopped for word in self._all_words().values() if word.stopped is not None), None)
 
+    def stumble(self) -> None:
+        """Leave word that this rank's smoke launch did not come through, for ranks that wait for it in theirs."""
+        self._leave_word("stumbled", "")
+
+    def anyone_stumbled(self) -> bool:
+        """Whether a rank's smoke launch did not come through, or a rank ended."""
+        return self._store is not None and (self._has("stumbled") or self.anyone_ended())
+
     def anyone_ended(self) -> bool:
         """Whether another rank left word of its end."""
         return bool(self._failures() or self._words())

@@ -47,8 +47,9 @@ def quantile_range(samples: Sequence[float]) -> tuple[float, float] | None:
 class Meter:
     """Told of each step's phases by the loop; keeps the samples of steps that are inside the measuring window.
 
-    compute: from the step's start to the launch of its last bucket, or to the end of backward where nothing is
-    exchanged. exchange: from there to the end of backward, waiting for slower ranks included. owners: the sending of
+    compute: from the step's start to the launch of its last collective, or to the end of backward where nothing is
+    exchanged. exchange: from there to the end of backward, waiting for slower ranks included; where every collective
+    holds the rank up, all of them are exchange, and the rest is compute. owners: the sending of
     owners' updates. optimizer: the rest (norm, clipping, updates, their application). A run that goes on from step
     ``start`` warms up anew: ``first`` of its own steps are outside the window.
     """
@@ -107,9 +108,12 @@ class Meter:
         start, backward, end = self._moments[0], self._moments[1], self._moments[-1]
         launched = seen.spans[-1][0] if seen is not None and seen.spans else backward
         owners = self.clock.seconds(self._moments[2], self._moments[3]) if len(self._moments) == 5 else 0.0
+        exchanged = self.clock.seconds(launched, backward)
+        if seen is not None and seen.blocking:
+            exchanged = self.clock.union(seen.whole_spans())
         seconds = {
-            "compute": self.clock.seconds(start, launched),
-            "exchange": self.clock.seconds(launched, backward),
+            "compute": self.clock.seconds(start, backward) - exchanged,
+            "exchange": exchanged,
             "optimizer": self.clock.seconds(backward, end) - owners,
             "owners": owners,
             "total": self.clock.seconds(start, end),
@@ -120,4 +124,5 @@ class Meter:
             spans = seen.whole_spans()
             reduced = self.clock.union(spans)
             self.samples.reduced.append(reduced)
-            self.samples.hidden.append(self.clock.union(spans, launched) / reduced if reduced > 0 else 0.0)
+            hides = reduced > 0 and not seen.blocking
+            self.samples.hidden.append(self.clock.union(spans, launched) / reduced if hides else 0.0)

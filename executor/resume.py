@@ -2,7 +2,8 @@
 
     RUN_DIR/checkpoints/LINE-STEP/model.safetensors      the model: parameters, buffers, tables in host memory
                                   optimizer.safetensors  what all ranks hold alike: AdamW, tables, the loss scale
-                                  rank-R.safetensors     what rank R alone holds: its matrices' momentum, its generators
+                                  rank-R.safetensors     what rank R alone holds: its matrices' momentum, its
+                                                         generators; its rows of all state where the model is sharded
                                   checkpoint.json        what it is; the rows and the digest of each file
 
 LINE is the id of the run that began it; runs that go on from its checkpoints go on in its line. The position in the
@@ -42,7 +43,7 @@ Value = TypeVar("Value")
 class Keeper:
     """Saves the ranks' parts of a run together: ``count`` checkpoints of the ``line`` are kept, with ``facts`` in each.
 
-    ``newest`` is the step of the newest whole one.
+    ``sharded``: each rank holds its rows of the model and of its state. ``newest`` is the step of the newest whole one.
     """
 
     run_dir: Path
@@ -55,6 +56,7 @@ class Keeper:
     optimizers: Optimizers
     device: torch.device
     facts: Mapping[str, Json]
+    sharded: bool = False
     newest: int | None = None
 
     def save(self, progress: Progress) -> str:
@@ -102,11 +104,14 @@ class Keeper:
             made.mkdir()
 
     def _write(self, made: Path) -> dict[str, Json]:
-        """Write this rank's files; gives their rows by name."""
-        parts = {_file_of(self.rank): _flat(_own_state(self.optimizers, self.device))}
+        """Write this rank's files; gives their rows by name. The model comes first: ranks may write it together."""
+        parts = {}
         if self.rank == 0:
             parts[MODEL] = checkpoint.tensors_of(self.model)
-            parts[OPTIMIZER] = _flat(_shared_state(self.optimizers))
+            parts[OPTIMIZER] = _flat(_shared_state(self.optimizers, self.sharded))
+        elif self.sharded:
+            checkpoint.accompany(checkpoint.tensors_of(self.model))
+        parts[_file_of(self.rank)] = _flat(_own_state(self.optimizers, self.device, self.sharded))
         return {file: checkpoint.write(made / file, tensors) for file, tensors in parts.items()}
 
     def _complete(self, made: Path, folder: Path, progress: Progress, files: Mapping[str, Json]) -> None:
@@ -170,16 +175,19 @@ def _proved(folder: Path) -> dict[str, Json]:
     return document
 
 
-def restore(folder: Path, rank: int, model: nn.Module, optimizers: Optimizers, device: torch.device) -> Progress:
-    """Put the checkpoint in ``folder`` into ``rank``'s model, optimizers and generators, in place.
+def restore(
+    folder: Path, rank: int, model: nn.Module, optimizers: Optimizers, device: torch.device, sharded: bool = False
+) -> Progress:
+    """Put the checkpoint in ``folder`` into ``rank``'s model, optimizers and generators, in place; of a ``sharded``
+    model, this rank's rows.
 
     Raises:
         BadCheckpoint: it is of other work, or was changed.
     """
     document = checkpoint.read_facts(folder)
     checkpoint.read_into(folder, document, MODEL, checkpoint.tensors_of(model))
-    shared = _read(folder, document, OPTIMIZER, _shared_state(optimizers))
-    own = _read(folder, document, _file_of(rank), _own_state(optimizers, device))
+    shared = _read(folder, document, OPTIMIZER, _shared_state(optimizers, sharded))
+    own = _read(folder, document, _file_of(rank), _own_state(optimizers, device, sharded))
     for part, optimizer in _parts(optimizers).items():
         optimizer.load_state_dict({**shared, **own}[part])
     torch.set_rng_state(own["random"]["cpu"])
@@ -204,17 +212,23 @@ def _parts(optimizers: Optimizers) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def _shared_state(optimizers: Optimizers) -> dict[str, Any]:
+def _shared_state(optimizers: Optimizers, sharded: bool) -> dict[str, Any]:
     """State that every rank holds, the same bits on each."""
-    return {name: part.state_dict() for name, part in _parts(optimizers).items() if name != "muon"}
+    return {name: part.state_dict() for name, part in _parts(optimizers).items() if name not in _apart(sharded)}
 
 
-def _own_state(optimizers: Optimizers, device: torch.device) -> dict[str, Any]:
+def _apart(sharded: bool) -> tuple[str, ...]:
+    """The optimizers of whose state each rank holds its own."""
+    return ("muon", "adamw", "tables") if sharded else ("muon",)
+
+
+def _own_state(optimizers: Optimizers, device: torch.device, sharded: bool) -> dict[str, Any]:
     """State that this rank alone holds. A model may draw random numbers (dropout), each rank its own."""
     random = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(device)
-    return {"random": random} | ({} if optimizers.muon is None else {"muon": optimizers.muon.state_dict()})
+    parts = _parts(optimizers)
+    return {"random": random} | {name: parts[name].state_dict() for name in _apart(sharded) if name in parts}
 
 
 def _flat(state: Any, name: str = "") -> dict[str, Tensor]:

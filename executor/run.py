@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from executor.loop import Observe, Progress, RunFailed, Stopped, Training, train
 from executor.meeting import RankFailed, Word, meet
 from executor.meter import Meter
 from executor.models.presets import TINY
+from executor.optim.routing import Routed, rows_of, split
+from executor.parts import own
 from executor.peaks import pressure, probe, storage_bytes
 from executor.reporter import METRICS, Mute, Reporter, Teller
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
@@ -38,6 +40,11 @@ from planner.door import BadWorkload
 from planner.refusals.rules import Refused
 from schemas.form import Json, Unfaithful
 from schemas.store import unrecordable_reason
+
+if TYPE_CHECKING:
+    from executor.sharded import Sharded
+
+AnyRanks = TypeVar("AnyRanks", bound=Ranks)
 
 _LATE = re.compile("timed out|timeout", re.I)  # words of a collective whose deadline passed
 _LOST = re.compile(f"gloo|nccl|connection|{_LATE.pattern}", re.I)  # and of one whose other end is gone
@@ -139,6 +146,9 @@ class _Run:
         self.hold = Hold()
         self.peers = Peers(rank, [])
         self.failed = False
+        self.sharded = self.exchange.shard == "fsdp"
+        self.print: str | None = None  # the trained model's fingerprint, where no rank alone could tell it
+        self.unkept: str | None = None  # why the trained model could not be kept
 
     def run(self) -> Outcome:
         with self.hold, self.stopping.listening():
@@ -151,6 +161,7 @@ class _Run:
             self._train()
         except (Refused, honour.BadRank):
             self.meeting.leave()
+            abandon()
             raise
         except RunFailed as error:
             with _undisturbed():
@@ -203,11 +214,39 @@ class _Run:
     def _smoke(self) -> dict[str, Json]:
         self.device = build.device_of(self.rank.kind)
         try:
-            build.settle(self.model, self.rank)
-            self.optimizers = build.optimizers(self.model, self.work, self.rank, self.exchange.owners)
+            build.settle(self.model, self.rank, self.sharded)
+            sharing = self._sharing() if self.sharded else None
+            rows = None if sharing is None else self._share(sharing)
+            self.optimizers = build.optimizers(self.model, self.work, self.rank, self.exchange.owners, rows)
         except (BadWorkload, torch.OutOfMemoryError) as error:
+            self.meeting.stumble()
             return smoke.failed(self.rank.rank, error)
+        if sharing is not None:
+            return self._launch_together(sharing)
         return smoke.launch(self.rank.rank, self.model, *self._first_batch(), self.rank.dtype)
+
+    def _sharing(self) -> Sharded:
+        """The fleet of ranks that share the model: it comes before the smoke launch, which needs it."""
+        from executor.sharded import Sharded  # FSDP2's import takes a second
+
+        sharing = self._met(Sharded)
+        self.fleet: Fleet = sharing
+        return sharing
+
+    def _share(self, sharing: Sharded) -> Routed:
+        """Shard the model over the ranks; gives this rank's rows by route."""
+        try:
+            return rows_of(split(self.model, self.work.opt), lambda: sharing.shard(self.model))
+        except ValueError as error:
+            raise BadWorkload(f"the plan's model {self.work.model}: {error}") from None
+
+    def _launch_together(self, sharing: Sharded) -> dict[str, Json]:
+        """The smoke launch of ranks that compute together: one that fails lets the others know, which would wait."""
+        with sharing.launching(self.meeting.anyone_stumbled) as arrive:
+            row = smoke.launch(self.rank.rank, self.model, *self._first_batch(), self.rank.dtype, arrive)
+        if row["error"] is not None:
+            self.meeting.stumble()
+        return {**row, "lost": sharing.lost}
 
     def _open(self) -> dict[str, Json]:
         """Open the data and build the model: this rank's facts of both. Raises BadPlace, BadData and BadWorkload."""
@@ -235,11 +274,13 @@ class _Run:
         return inputs.to(self.device), targets.to(self.device)
 
     def _train(self) -> None:
-        self.fleet: Fleet = self._fleet()
+        if not self.sharded:
+            self.fleet = self._fleet()
         forward: Forward = self.fleet.prepare(self.model, self.optimizers)
-        self.fleet.begin()
-        if self.rank.size > 1:
+        if self.rank.size > 1 and not self.sharded:
+            self.fleet.begin()
             smoke.build_buckets(forward, self.model, *self._first_batch(), self.rank.dtype)
+        if self.rank.size > 1:
             self._check_reduced()
         if self.rank.rank == 0:
             self.reporter = Teller(self.places.run_dir, self.work.config["log_every"], self.name, self.start)
@@ -262,6 +303,8 @@ class _Run:
         self.fleet.wait()
         with self.stopping.training(), self._watched(self.meter):
             train(parts, self.work, self.data, self.progress, self.observe)
+        if self.sharded:
+            self._leave_together()
         self.fleet.close()
 
     def _watched(self, meter: Meter) -> AbstractContextManager[Any]:
@@ -288,6 +331,14 @@ class _Run:
             )
         self.leave(self._finish(outcome, reason, False, hangs=True))
 
+    def _leave_together(self) -> None:
+        """What the end of a run takes of the whole model, while all ranks that hold parts of it are there."""
+        self.print = fingerprint(self.model)
+        if self._keeps_model():
+            self.unkept = self._keep_model()
+        elif self.work.config.get("keep_model", "final") == "final":
+            checkpoint.accompany(checkpoint.tensors_of(self.model))
+
     def _go_on(self) -> resume.Keeper:
         """From the checkpoint that rank 0 chose, where one was asked for; gives what keeps those to come."""
         found = self.rows[0]["resume"]
@@ -295,7 +346,8 @@ class _Run:
         line, steps = (self.name, None) if chosen is None else (chosen["line"], chosen["steps"])
         keeper = resume.Keeper(
             self.places.run_dir, line, self.work.config.get("keep_checkpoints", 2), self.rank.rank, self.meeting,
-            self.stopping, self.model, self.optimizers, self.device, {**self._facts(), "ranks": self.rank.size}, steps,
+            self.stopping, self.model, self.optimizers, self.device, {**self._facts(), "ranks": self.rank.size},
+            self.sharded, steps,
         )  # fmt: skip
         if chosen is None:
             lying = resume.lying(self.places.run_dir) if self.rank.rank == 0 else None
@@ -306,16 +358,18 @@ class _Run:
         for passed in found["passed"]:
             self.reporter.say(f"passing over a checkpoint that is not whole: {passed}")
         self.reporter.say(f"going on after step {chosen['steps']} from {folder}")
-        self.progress = resume.restore(folder, self.rank.rank, self.model, self.optimizers, self.device)
+        self.progress = resume.restore(folder, self.rank.rank, self.model, self.optimizers, self.device, self.sharded)
         return keeper
 
     def _fleet(self) -> Fleet:
-        if self.rank.size == 1:
-            return Alone()
+        return Alone() if self.rank.size == 1 else self._met(Ranks)
+
+    def _met(self, kind: type[AnyRanks]) -> AnyRanks:
+        """The ranks together over their link, which is tried. Raises LinkFailed."""
         watched = self.leave is not None
         return trial.made(
             trial.SECONDS,
-            lambda: Ranks(self.rank, self.data.token_weight, self.exchange, self.clock, self.store, watched),
+            lambda: kind(self.rank, self.data.token_weight, self.exchange, self.clock, self.store, watched),
         )
 
     def _check_reduced(self) -> None:
@@ -326,11 +380,14 @@ class _Run:
             found = f"{seen.bytes} bytes in {', '.join(sorted(seen.dtypes))}"
             wanted = f"{planned.payload} bytes in {planned.reduce_dtype}"
             raise RunFailed(f"rank {self.rank.rank}: a step reduced {found}; the plan says {wanted}")
+        if planned.gathered not in (None, seen.gathered):
+            found, wanted = f"{seen.gathered} bytes", f"{planned.gathered}"
+            raise RunFailed(f"rank {self.rank.rank}: a step gathered {found} of parameters; the plan says {wanted}")
 
     def _alive(self) -> int:
         """Bytes that live from step to step on this rank's device. A CPU's own memory is the host's."""
-        parameters = list(self.model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        parameters = [own(p) for p in self.model.parameters()]
+        gradients = [own(p.grad) for p in self.model.parameters() if p.grad is not None]
         state = [tensor for tensors in self.optimizers.state().values() for tensor in tensors]
         tables = self.optimizers.tables
         hosted = 0 if tables is None or self.rank.kind != "cpu" else tables.state_bytes().get("tables_host", 0)
@@ -430,7 +487,8 @@ class _Run:
         with _undisturbed():
             mine = within(_READ_SECONDS, self._measured) if hangs else self._measured()
             gathered = self._gathered(mine) if agreed else None
-            lost = self._keep_model() if outcome == "finished" and self._keeps_model() else None
+            keeps = outcome == "finished" and self._keeps_model() and not self.sharded
+            lost = self._keep_model() if keeps else self.unkept
             self.reporter.close()
             if gathered is None:
                 self.meeting.give(mine)
@@ -496,7 +554,7 @@ class _Run:
         lines = measured.lines(self.plan, seen, f"the run {outcome} before the rank gave its measurements")
         return compose(
             self.name, self.start, outcome, reason, self.progress,
-            fingerprint(self.model) if outcome == "finished" else None,
+            (self.print or fingerprint(self.model)) if outcome == "finished" else None,
             self.rows, self._source(), conditions.seen(self.rank.kind, self.rank.device) | pressure(self.rank.kind),
             *lines, self._resumed(),
         )  # fmt: skip

@@ -52,7 +52,8 @@ class Source(NamedTuple):
 class DataSlice:
     """Which windows this rank reads: ``offset`` is its first slot in each step's ``global_batch`` of slots.
 
-    ``stride`` is the longest sequence of the fleet.
+    ``stride`` is the longest sequence of the fleet, ``least_batch`` the fewest sequences of a rank, ``first_seq`` the
+    length of rank 0's: what ranks that evaluate together read at a time.
     """
 
     sources: tuple[Source, ...]
@@ -63,6 +64,8 @@ class DataSlice:
     offset: int
     batch: int
     seq: int
+    least_batch: int = 1
+    first_seq: int = 1
 
     @property
     def tokens(self) -> int:
@@ -79,7 +82,9 @@ class DataSlice:
 class ExchangeSlice:
     """How gradients and updates travel. ``owners`` holds one rank a Muon matrix, in the model's order; ``payload`` is
     the bytes that a step must reduce, in so many ``buckets``; ``step_seconds`` is the most that a step should take, and
-    ``alone_high`` that a bucket's all-reduce should with nothing beside it (None: not planned, or unknown)."""
+    ``alone_high`` that a bucket's all-reduce should with nothing beside it (None: not planned, or unknown). ``shard``:
+    none, or fsdp where each rank holds a part of the model; then ``gathered`` are the bytes of parameters that a step
+    must make whole."""
 
     backend: str
     reduce_dtype: str
@@ -89,6 +94,8 @@ class ExchangeSlice:
     step_seconds: float | None
     buckets: int = 1
     alone_high: float | None = None
+    shard: str = "none"
+    gathered: int | None = None
 
 
 def world_size(plan: Mapping[str, Json]) -> int:
@@ -147,6 +154,8 @@ def data_slice(plan: Mapping[str, Json], rank: int) -> DataSlice:
         offset=sum(count for count, _ in sizes[:rank]),
         batch=batch,
         seq=seq,
+        least_batch=min(count for count, _ in sizes),
+        first_seq=sizes[0][1],
     )
 
 
@@ -162,6 +171,8 @@ def exchange_slice(plan: Mapping[str, Json]) -> ExchangeSlice:
         step_seconds=plan["step"]["seconds"].get("high", plan["step"]["seconds"]["value"]),
         buckets=part["buckets"]["value"] if "buckets" in part else 1,
         alone_high=part["alone_seconds"].get("high") if "alone_seconds" in part else None,
+        shard=part["shard"]["chosen"] if "shard" in part else "none",
+        gathered=part["gathered"]["value"] if "gathered" in part else None,
     )
 
 

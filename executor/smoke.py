@@ -17,13 +17,21 @@ from executor import peaks
 from executor.count import Tally
 from executor.guest import told
 from executor.kernels import registry
+from executor.parts import is_part, own
 from executor.places import followed
 from executor.precision import Products, compute_in
 from schemas.form import Json
 
 
-def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: str) -> dict[str, Json]:
-    """Run it outside DDP, and say what ran on ``rank``.
+def launch(
+    rank: int,
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    dtype: str,
+    arrive: Callable[[], None] | None = None,
+) -> dict[str, Json]:
+    """Run it outside DDP, and say what ran on ``rank``. ``arrive``: waits until all that was launched is done.
 
     Returns:
         ``error``: what it raised, else None; ``nonfinite``: of the loss and the gradients, those that are not finite;
@@ -39,6 +47,8 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
         with _kept_buffers(model), products:
             loss, kept = _forward(model, inputs, targets, dtype)
             torch.autograd.backward(loss)
+        if arrive is not None:
+            arrive()
         nonfinite, unused = _not_finite(model, loss.detach()), _without_gradient(model)
     except (Exception, SystemExit) as error:  # of a kernel that does not serve the device, or of a user's code
         return failed(rank, error)
@@ -59,7 +69,11 @@ def launch(rank: int, model: nn.Module, inputs: Tensor, targets: Tensor, dtype: 
 
 
 def _forward(model: nn.Module, inputs: Tensor, targets: Tensor, dtype: str) -> tuple[Tensor, dict[str, int]]:
-    """The loss, and what is kept for backward by the part of the model that made it, autocast's copies gone."""
+    """The loss, and what is kept for backward by the part of the model that made it, autocast's copies gone. Where
+    parameters are sharded, what is kept holds gathered ones, and is not told apart."""
+    if any(map(is_part, model.parameters())):
+        with compute_in(dtype, inputs.device.type):
+            return model(inputs, targets), {}
     known = (inputs, targets, *model.parameters(), *model.buffers())
     with followed(model) as place, Tally(known, place=place) as tally, compute_in(dtype, inputs.device.type):
         loss = model(inputs, targets)
@@ -83,7 +97,7 @@ def failed(rank: int, error: BaseException) -> dict[str, Json]:
 def _not_finite(model: nn.Module, loss: Tensor) -> list[str]:
     bad = [] if torch.isfinite(loss) else ["loss"]
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+        if parameter.grad is not None and not torch.isfinite(own(parameter.grad)).all():
             bad.append(f"gradient of {name}")
     return bad
 

@@ -19,6 +19,11 @@ STACK_BYTES = 256 * 2**20
 three times as much besides. A larger stack of experts stands alone."""
 ALLOCATORS = {"expandable": "expandable_segments:True", "segments": "expandable_segments:False"}
 """torch's setting of each way that a card's memory can grow."""
+CHUNK_BYTES = 64 * 2**20
+"""Of tensors that an optimizer updates at a time: its temporaries are as large. A larger tensor stands alone."""
+# CUDA's caching allocator in torch (CUDACachingAllocator.cpp): from 10 MiB on, memory is asked of the driver in
+# multiples of 2 MiB, and a rest of up to 1 MiB stays with the block.
+_LARGE, _ROUNDED, _LEAST_REST = 10 * 2**20, 2 * 2**20, 2**20
 Kind = Literal["int", "float", "choice", "text"]
 
 
@@ -128,6 +133,7 @@ class MechanismRow(_MechanismRow, total=False):
     rows the host brings and updates. ``excludes``: names of mechanisms that cannot be engaged beside it. ``fleet``
     False: one rank alone can use it, ``fleet_why`` says why.
     ``alike``: ranks must run on devices of one kind. ``toolchain``: packages that must be there and serve the card.
+    ``sharded`` False: not where ranks hold parts of the model (FSDP2), ``sharded_why`` says why.
     ``error``: of an approximate one, how far off it was measured to be. ``order``: its place among all, set by the
     account: JSON keeps no order.
     """
@@ -145,10 +151,18 @@ class MechanismRow(_MechanismRow, total=False):
     excludes: list[str]
     fleet: bool
     fleet_why: str
+    sharded: bool
+    sharded_why: str
     alike: bool
     toolchain: list[str]
     error: str
     order: int
+
+
+def block_rest(nbytes: int) -> int:
+    """Bytes by which the block of a tensor of ``nbytes`` alone in its segment is larger than the tensor, on a card."""
+    rest = -nbytes % _ROUNDED
+    return rest if nbytes >= _LARGE and rest <= _LEAST_REST else 0
 
 
 def counted_as(kernel: str, choice: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -18,7 +18,12 @@ from schemas.form import Json, Unfaithful
 SCHEMAS: dict[str, dict[int, str]] = {
     "dormouse.plan": {1: "plan.schema.json"},
     "dormouse.record": {1: "record.schema.json"},
-    "dormouse.account": {1: "account-1.schema.json", 2: "account-2.schema.json", 3: "account.schema.json"},
+    "dormouse.account": {
+        1: "account-1.schema.json",
+        2: "account-2.schema.json",
+        3: "account-3.schema.json",
+        4: "account.schema.json",
+    },
     "dormouse.diff": {1: "diff.schema.json"},
 }
 _SHARED = ("items.schema.json", "request.schema.json")

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from functools import cache, partial
@@ -91,6 +92,7 @@ def _train(
     poison: tuple[int, int] | None = None,
     stop: tuple[int, int] | None = None,
     resume: bool = False,
+    path: str | None = None,
 ) -> dict[str, Any]:
     """Train, and give what this rank saw.
 
@@ -100,6 +102,7 @@ def _train(
         poison: (rank, step) whose loss becomes NaN.
         stop: (rank, step) after which the rank gets SIGTERM.
         resume: go on from the newest whole checkpoint in ``run_dir``.
+        path: where modules of one's own lie.
     """
     import torch
 
@@ -117,6 +120,8 @@ def _train(
             os.kill(os.getpid(), signal.SIGTERM)
         watch(step, loss, model)
 
+    if path is not None:
+        sys.path.insert(0, path)
     undo = faults.plant(fault) if fault else []
     products = torch.backends.mkldnn.flags(enabled=False) if rank == plain_products_on else nullcontext()
     try:

@@ -25,7 +25,7 @@ def _account(model: str = "tiny") -> bytes:
         seal(
             {
                 "format": "dormouse.account",
-                "format_version": 3,
+                "format_version": 4,
                 "made_from": {
                     "model": model,
                     "set": {},
@@ -41,6 +41,7 @@ def _account(model: str = "tiny") -> bytes:
                 "parameters": {"muon": 1, "adamw": 1, "tables": 0},
                 "tensors": {"muon": 1, "adamw": 1, "tables": 0},
                 "blocks": {"muon": 0, "adamw": 0, "tables": 0},
+                "units": [{"name": "", "tensors": [{"route": "muon", "rows": 1, "row": 1, "count": 1}]}],
                 "matrices": [{"name": "w", "shape": [2, 2]}],
                 "shapes": {"fp32": {}, "bf16": {}},
                 "apply": {"fp32": UPDATE, "bf16": UPDATE},

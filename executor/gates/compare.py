@@ -16,6 +16,7 @@ from torch import nn
 
 from executor import build
 from executor.fleet import fingerprint
+from executor.parts import whole
 from executor.precision import compute_in
 from executor.slices import data_slice, rank_slice, work_slice, world_size
 from schemas.form import Json
@@ -43,8 +44,8 @@ class Watch:
         self.buffers.append({name: buffer.cpu().numpy().copy() for name, buffer in model.named_buffers()})
         if step == 0:
             named = dict(model.named_parameters())
-            self.weights = {name: _double(parameter.detach()) for name, parameter in named.items()}
-            self.gradients = {name: _double(item.grad) for name, item in named.items() if item.grad is not None}
+            self.weights = {name: _double(whole(parameter)) for name, parameter in named.items()}
+            self.gradients = {name: _double(whole(item.grad)) for name, item in named.items() if item.grad is not None}
 
 
 def losses_apart(found: Sequence[float], right: Sequence[float]) -> tuple[float, str]:

@@ -158,7 +158,7 @@ class Maker:
         account = self.account(_MIXTURE if config["experts"] else _DENSE)
         total = together["step"]["global_batch"]["value"]
         changed = {key: config[key] for key in ("clip", "adamw")}
-        return altered(self.compiled(self._here.first, account, {"batch": total}), _pointers(changed))
+        return altered(self.compiled(self._here.first, account, {"batch": total, "shard": None}), _pointers(changed))
 
     def named(self, mode: str) -> dict[str, dict[str, Json]]:
         """The plans of one mode, or of "all", by name; "NAME alone" is the work of NAME in one process."""
@@ -181,7 +181,6 @@ class Maker:
         many = [[self._asked.batch, None]] * (self._ranks + 1)
         cases: tuple[tuple[str, str, Mapping[str, Json], dict[str, Any]], ...] = (
             ("--shard fsdp --opt muon", "fsdp-muon", _under(dense, "muon"), {"shard": "fsdp"}),
-            ("--shard fsdp --opt adamw", "fsdp-unbuilt", _under(dense, "adamw"), {"shard": "fsdp"}),
             ("--mechanisms engram_ram", "mechanism-fleet", mixture, {"mechanisms": ["engram_ram"]}),
             ("--capacity with a rank too many", "per-rank-count", dense, {"capacity": many}),
             ("--batch beside another --capacity", "capacity-batch", dense, {"capacity": many[1:], "batch": 10**6}),
@@ -223,7 +222,8 @@ class Maker:
         self, account: Mapping[str, Json], sizes: Mapping[str, Any], config: Mapping[str, Any]
     ) -> dict[str, Json]:
         made = self.compiled(self._here.record, account, sizes)
-        return altered(made, {"/exchange/bucket_bytes": BUCKET_BYTES, **_pointers(config)})
+        buckets = {"/exchange/bucket_bytes": BUCKET_BYTES} if "bucket_bytes" in made["exchange"] else {}
+        return altered(made, {**buckets, **_pointers(config)})
 
 
 def altered(made: Mapping[str, Json], values: Mapping[str, Any]) -> dict[str, Json]:

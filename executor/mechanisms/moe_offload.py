@@ -33,6 +33,8 @@ ROW: MechanismRow = {
     "exact": EXACT,
     "variant": NAME,
     "excludes": ["recompute"],
+    "sharded": False,
+    "sharded_why": "its copies and the gathers of parameters have passed no gate beside each other",
     "devices": ["cuda"],
     "why": "the expert passes' saved activations wait in pinned host memory; the same bytes come back",
 }

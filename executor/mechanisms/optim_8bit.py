@@ -24,6 +24,8 @@ ROW: MechanismRow = {
     "exact": EXACT,
     "component": "adamw_state",
     "alike": True,
+    "sharded": False,
+    "sharded_why": "a maximum is of 256 elements, and which these are would follow from how many ranks there are",
     "toolchain": ["bitsandbytes"],
     "devices": ["cpu", "cuda"],
     "why": f"moments in codes of 8 bits and a maximum every {BLOCK} elements; tensors under {LEAST_ELEMENTS} "

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from executor.kernels import registry
 from executor.optim.adamw import AdamW
-from executor.optim.steps import CHUNK_BYTES, gradients_of
+from executor.optim.steps import gradients_of
+from planner.door import CHUNK_BYTES
 
 BLOCK = 256
 CPU_CHUNK_BYTES = 2**18  # on a CPU bitsandbytes computes in fp32 tensors of its own, 20 B an element of a chunk

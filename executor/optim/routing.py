@@ -9,6 +9,7 @@ whatever the optimizer of the rest.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from torch import nn
@@ -36,6 +37,15 @@ def route(name: str, parameter: nn.Parameter, opt: str = "muon") -> Route:
     if not _BLOCK.search(name) or _NOT_A_MATRIX.search(name):
         return "adamw"
     return "muon"
+
+
+def rows_of(routed: Routed, shard: Callable[[], Mapping[str, nn.Parameter]]) -> Routed:
+    """``routed`` with each parameter replaced by this rank's rows of it, by name as ``shard`` gives them: once sharded,
+    a parameter has lost the marks that it is routed by. Raises ValueError where any is Muon's."""
+    if routed.muon:
+        raise ValueError("Newton-Schulz needs whole matrices, and a rank holds rows of them: --shard none")
+    rows = shard()
+    return Routed(*([(name, rows[name]) for name, _ in named] for named in routed))
 
 
 def split(model: nn.Module, opt: str) -> Routed:

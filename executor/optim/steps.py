@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
-CHUNK_BYTES = 64 * 2**20
+from planner.door import CHUNK_BYTES
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from executor.models.host_table import HostTable
-from executor.optim.steps import CHUNK_BYTES, dropped, gradients_of
+from executor.optim.steps import dropped, gradients_of
+from planner.door import CHUNK_BYTES
 
 HOST_CHUNK_BYTES = 2**18  # what a core's cache holds with its temporaries
 

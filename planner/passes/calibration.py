@@ -15,6 +15,7 @@ from planner.passes.cost import PACKING_LAUNCHES, UNIT_RATES, seconds
 from planner.passes.layout import device_pointer
 from planner.passes.ledger import Ledger, plain
 from planner.passes.paths import link_inputs, rings
+from planner.passes.sharding import is_sharded
 from schemas.document import reading, resolve
 from schemas.form import Json, Unfaithful, six
 
@@ -49,7 +50,8 @@ def _row(plan: Mapping[str, Json], run: Mapping[str, Json], place: int) -> dict[
     for part, prefix in (("compute", ""), ("optimizer", "optimizer_")):
         row[part] = _seen(run, f"/ranks/{place}/step/{part}", entry["members"])
         row[f"{part}_work"] = [plain(entry["demand"][prefix + key]) for key in _WORK]
-    row["all_reduce"] = _seen(run, "/exchange/seconds", None)
+    # Gathers and reduce-scatters say nothing of an all-reduce.
+    row["all_reduce"] = None if is_sharded(plan) else _seen(run, "/exchange/seconds", None)
     row["owners"] = _seen(run, f"/ranks/{place}/step/owners", entry["members"])
     owners = exchange["owners"]["chosen"] if "owners" in exchange else []
     row["owned"] = max((owners.count(member) for member in entry["members"]), default=0)

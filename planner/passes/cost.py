@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.door import STACK_BYTES, kernel_set
+from planner.passes.sharding import EVERY, TRAINED, Shards
 from schemas.form import Json
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -21,7 +22,7 @@ ADAMW_BYTES = 8
 TABLES_BYTES = 8
 STATE = ("masters", "gradients", "muon_momentum", "adamw_state", "tables_state", "rounding", "staging", "workspace")
 """Components of memory that are held from step to step."""
-COMPONENTS = (*STATE, "activations", "buckets", "update")
+COMPONENTS = (*STATE, "activations", "gathered", "buckets", "update")
 WEIGHTS, KERNELS, BACKWARD = "weights_cast", "kernels_inside", "backward_beyond"
 """Of the bytes alive: weights in the compute dtype, what a kernel takes within itself, and what backward takes beyond
 those and all that is saved."""
@@ -70,11 +71,6 @@ def waited_seconds(slowest: float, all_reduce: float, buckets: float) -> float:
     return all_reduce - hidden_seconds(slowest, all_reduce, buckets)
 
 
-def exposed_seconds(own: float, slowest: float, all_reduce: float, buckets: float) -> float:
-    """What a rank of compute time ``own`` waits for: the slowest rank's lag, and the all-reduce where it shows."""
-    return slowest - own + waited_seconds(slowest, all_reduce, buckets)
-
-
 def ratio_at(points: Sequence[Sequence[float]], batch: float, at: int = 1) -> float:
     """The ratio at ``batch`` from points (batch, ratio, low, high) of rising batch, ``at`` 1, 2 or 3: between two, a
     straight line; outside of them, the nearest; 1 where there is none."""
@@ -110,6 +106,7 @@ class Rank:
     allocator: str  # "expandable", whose blocks are as large as what they hold, "segments", or "none" on a CPU
     compute_ratios: Sequence[Sequence[float]] = ()  # (batch, measured / modelled, low, high), by rising batch
     optimizer_ratios: Sequence[Sequence[float]] = ()
+    shards: Shards | None = None  # where the rank holds a part of the model
     _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what was worked out before
 
     def _rows(self, mechanisms: Collection[str]) -> list[Mapping[str, Json]]:
@@ -145,7 +142,17 @@ class Rank:
         if self._tables(mechanisms) and "tables_bytes" in forms:
             total["bytes"] += polynomial(forms["tables_bytes"], b, t, granule)
         total["link"] += self._of_rows("link", b, t, mechanisms)
+        if self.shards:
+            total["bytes"] += self._shuffled(self.shards)
         return total | {"host_rows": self._of_rows("lookups", b, t, mechanisms)}
+
+    def _shuffled(self, shards: Shards) -> int:
+        """Bytes that FSDP2 reads and writes besides: shards into a buffer and out of it as parameters, at each gather;
+        gradients into a buffer as they are sent, and sums added to those that are kept."""
+        ahead, again = shards.gathers()
+        held, sent = sum(ahead) + sum(again), sum(shards.scatters(self.reduce_bytes))
+        whole = sent * GRADIENT_BYTES // self.reduce_bytes
+        return 2 * held + 2 * held // shards.world + whole + sent + 3 * whole // shards.world
 
     def _of_rows(self, key: str, b: int, t: int, mechanisms: Collection[str]) -> float:
         rows = (row for row in self._rows(mechanisms) if key in row)
@@ -154,7 +161,7 @@ class Rank:
     def update_work(self, mechanisms: Collection[str] = ()) -> dict[str, float]:
         """The same of the optimizer: Newton-Schulz of the owned matrices by stacked shape, all matrices' updates
         applied, AdamW, and the tables' rows."""
-        key = self.updated, frozenset(mechanisms)
+        key = self.updated, self.shards is None, frozenset(mechanisms)
         if key not in self._known:
             self._known[key] = self._update_work(mechanisms)
         return dict(self._known[key])
@@ -164,6 +171,8 @@ class Rank:
         everywhere = [self._adamw(mechanisms), self.account["apply"][self.newton_schulz]]
         everywhere += [self.account["tables"]] if self._tables(mechanisms) else []
         total = {key: float(sum(counts[key] for counts in everywhere)) for key in ("flops", "bytes", "launches")}
+        if self.shards:
+            total["bytes"] *= self.shards.scale()
         for key in ("flops", "bytes"):
             total[key] += sum(many(matrices[i]) * shapes[shape_name(matrices[i])][key] for i in self.updated)
         total["launches"] += sum(shapes[name]["launches"] for name, _ in stacks(matrices, self.updated))
@@ -219,11 +228,26 @@ class Rank:
             "update": self._update_bytes(mechanisms),
             "workspace": self.workspace,
         }
+        if self.shards:
+            found |= self._sharded(self.shards, mechanisms)
         for row in self._rows(mechanisms):
             if "component" in row:
                 name = row["component"]
                 found[name] = row["bytes"] if "bytes" in row else int(found[name] * row["factor"])
         return found
+
+    def _sharded(self, shards: Shards, mechanisms: Collection[str]) -> dict[str, int]:
+        """The components that are otherwise where the rank holds a part of the model."""
+        return {
+            "masters": MASTER_BYTES * shards.held(EVERY),
+            "gradients": GRADIENT_BYTES * shards.held(TRAINED),
+            "adamw_state": ADAMW_BYTES * shards.held(("adamw",)),
+            "tables_state": TABLES_BYTES * shards.held(("tables",)),
+            "rounding": shards.rounding() if self.allocator == "segments" else 0,
+            "gathered": shards.gathered(),
+            "buckets": shards.sums(self.reduce_bytes),
+            "update": round(self._update_bytes(mechanisms) * shards.chunk()),
+        }
 
     def hosted(self, b: int, t: int, mechanisms: Collection[str] = ()) -> tuple[int, int]:
         """(bytes that mechanisms hold in host memory, how many of them are pinned). For a CPU nothing is pinned."""
@@ -286,11 +310,11 @@ class Rank:
 
 def peaks(components: Mapping[str, float]) -> tuple[float, float]:
     """(backward's peak, the optimizer's peak) of the bytes by component."""
-    state = sum(components[name] for name in STATE)
+    state, buckets = sum(components[name] for name in STATE), components["buckets"]
+    if "gathered" in components:  # FSDP2 lets all of these go at the end of backward
+        return state + components["activations"] + components["gathered"] + buckets, state + components["update"]
     # DDP holds a bucket's narrower copy until the next backward, so the optimizer runs beside it.
-    return state + components["activations"] + components["buckets"], state + components["update"] + components[
-        "buckets"
-    ]
+    return state + components["activations"] + buckets, state + components["update"] + buckets
 
 
 def _highest(lines: Sequence[Mapping[str, float]], tokens: int, less: float = 0.0) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from planner.passes import constants
 from planner.passes.calibrated import calibrated_time
@@ -11,8 +12,10 @@ from planner.passes.calibration import calibrate_link
 from planner.passes.cost import DTYPE_BYTES
 from planner.passes.ledger import Ledger
 from planner.passes.link import ring_volume
+from planner.passes.moves import moves_of
 from planner.passes.paths import link_inputs, put_link, rings
 from planner.passes.ranks import matrix_flops, most_owned, world_size
+from planner.passes.sharding import WIDTH, is_sharded, shards_of
 from planner.passes.split import assign_owners
 from schemas.form import Json
 
@@ -26,6 +29,10 @@ def exchange(
     if world == 1:
         return ledger.draft
     put_link(ledger)
+    if is_sharded(draft):
+        _sharded(ledger, account)
+        _alone(ledger, world)
+        return ledger.draft
     _payload(ledger, world)
     calibrate_link(ledger, request, account)
     calibrated_time(
@@ -82,6 +89,40 @@ def _payload(ledger: Ledger, world: int) -> None:
     ledger.compute("/exchange/buckets", "", lambda n, size: -(-4 * n // size), gradients, why)
     why = f"2(P-1)/P payloads a rank, P = {world}"
     ledger.compute("/exchange/volume", "B", lambda n: round(ring_volume(n, world)), ["/exchange/payload"], why)
+
+
+def _sharded(ledger: Ledger, account: Mapping[str, Json]) -> None:
+    """What FSDP2 gathers and sums, and the time of it."""
+    shards = shards_of(ledger.draft, account)
+    assert shards is not None
+    source, width = ["/workload/digest", "/exchange/shard"], DTYPE_BYTES[ledger.value("/exchange/reduce_dtype")]
+    ahead, again = shards.gathers()
+    for name, found, why in (("forward", ahead, "every unit"), ("backward", again, "every unit but the root")):
+        told = f"{why} made whole in {name}, {WIDTH} B an element, rows padded to a multiple of the ranks"
+        ledger.compute(f"/exchange/{name}_bytes", "B", lambda *_, found=found: sum(found), source, told)
+        ledger.compute(f"/exchange/{name}_count", "", lambda *_, found=found: len(found), source, "gathers of units")
+    parts = ["/exchange/forward_bytes", "/exchange/backward_bytes"]
+    ledger.compute("/exchange/gathered", "B", lambda *v: sum(v), parts, "gathered in a step", measurable=True)
+    sums, sources = shards.scatters(width), [*source, "/exchange/reduce_dtype"]
+    why = f"gradients at {width} B an element, rows padded, into a reduce-scatter for each unit"
+    ledger.compute("/exchange/payload", "B", lambda *_: sum(sums), sources, why, measurable=True)
+    ledger.compute("/exchange/buckets", "", lambda *_: len(sums), source, "units with gradients")
+    why = f"(P-1)/P of what is gathered and of what is summed a rank, P = {shards.world}"
+    moved = ["/exchange/gathered", "/exchange/payload"]
+    ledger.compute("/exchange/volume", "B", lambda *v: round(ring_volume(sum(v), shards.world) / 2), moved, why)
+    inputs = [*moved, "/exchange/forward_count", "/exchange/backward_count", "/exchange/buckets"]
+    moves, link = moves_of(ledger.draft), link_inputs(ledger.draft)
+    for name, seconds, what in (
+        ("forward_seconds", moves.forward, "the gathers of forward"),
+        ("seconds", moves.seconds, "gathers and reduce-scatters"),
+    ):
+        needs = ["/exchange/forward_bytes", "/exchange/forward_count"] if name == "forward_seconds" else inputs
+
+        def taken(*values: Any, seconds: Any = seconds, skip: int = len(needs)) -> float:
+            return float(seconds(rings(ledger.draft, *values[skip:])))
+
+        why = f"{what}: P-1 steps of latency each, and the volume over the link"
+        ledger.compute(f"/exchange/{name}", "s", taken, [*needs, *link], why, measurable=name == "seconds")
 
 
 def _sending(ledger: Ledger, account: Mapping[str, Json]) -> None:

@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from planner.passes.cost import Rank, exposed_seconds, ratio_at
+from planner.passes.cost import Rank, ratio_at
 from planner.passes.ledger import Ledger
 from planner.passes.link import Rings
 from planner.passes.mechanisms import Mechanisms
+from planner.passes.moves import moves_of
 from planner.passes.paths import link_inputs, rings
 from planner.passes.ranks import rank_facts, whole_device, world_size
 from planner.passes.search import Search
@@ -68,7 +69,7 @@ class _Fleet:
         self._times: dict[tuple[Any, ...], Times] = {}
         self.cores = [whole_device(draft, entry) for entry in entries]
         self.world, self.total = world_size(draft), ledger.value("/step/global_batch")
-        self.payload, self.buckets = ledger.value("/exchange/payload"), ledger.value("/exchange/buckets")
+        self.moves = moves_of(draft)
         owned = draft["exchange"].get("owners_payload")
         self.owned = None if owned is None else owned["value"]
         taught = draft["exchange"].get("calibration", {})
@@ -100,7 +101,8 @@ class _Fleet:
         at: dict[str, Any] = {**self.nominal, **dict(zip(self.inputs, values, strict=True))}
         ring = rings(self.draft, *[at[pointer] for pointer in link_inputs(self.draft)])
         ranks = [self._at(place, at) for place in range(len(self.ranks))]
-        reduce = ring.all_reduce(self.payload, self.buckets) * ratio_at(self.link_ratios[0], 0)
+        ratio = ratio_at(self.link_ratios[0], 0)
+        moved = self.moves.seconds(ring) * ratio, self.moves.forward(ring) * ratio
         sending = [self._sending(ring, rank, at[f"/ranks/{place}/rates/launch"]) for place, rank in enumerate(ranks)]
         planned = [
             rank.compute_seconds(*self.shapes[place], self.mechanisms[place]) for place, rank in enumerate(ranks)
@@ -108,7 +110,7 @@ class _Fleet:
         even = [self._part(rank, place, self.total / self.world) for place, rank in enumerate(ranks)]
         updates = [rank.update_seconds(held) for rank, held in zip(ranks, self.mechanisms, strict=True)]
         alone = min(self._alone(ranks[place], place) for place in range(len(ranks)))
-        return Times(self._fleet(planned, updates, reduce, sending), self._fleet(even, updates, reduce, sending), alone)
+        return Times(self._fleet(planned, updates, moved, sending), self._fleet(even, updates, moved, sending), alone)
 
     def _at(self, place: int, at: Mapping[str, Any]) -> Rank:
         products, bandwidth, launch = (at[f"/ranks/{place}/rates/{name}"] for name in _RATES)
@@ -123,10 +125,12 @@ class _Fleet:
         times = self.times(values)
         return times.even if even else times.alone
 
-    def _fleet(self, computes: list[float], updates: list[float], reduce: float, sending: list[float]) -> float:
+    def _fleet(
+        self, computes: list[float], updates: list[float], moved: tuple[float, float], sending: list[float]
+    ) -> float:
         slowest = max(computes)
         return max(
-            own + exposed_seconds(own, slowest, reduce, self.buckets) + update + sent
+            own + self.moves.exposed(own, slowest, *moved) + update + sent
             for own, update, sent in zip(computes, updates, sending, strict=True)
         )
 
@@ -150,6 +154,6 @@ class _Fleet:
         products, bandwidth, launch = rank.rates
         cores, everything = self.cores[place], tuple(range(len(rank.account["matrices"])))
         rates = (products * cores, bandwidth * cores, launch)
-        whole = dataclasses.replace(rank, owned=everything, updated=everything, world=1, rates=rates)
+        whole = dataclasses.replace(rank, owned=everything, updated=everything, world=1, rates=rates, shards=None)
         length, mechanisms = self.shapes[place][1], self.mechanisms[place]
         return whole.compute_seconds(self.total, length, mechanisms) + whole.update_seconds(mechanisms)

@@ -73,6 +73,11 @@ class Rings:
         between = buckets * 2 * (self.nodes - 1) * self.network_latency
         return within + between + ring_volume(payload, self.nodes) / self.network_rate
 
+    def half(self, payload: float, times: float) -> float:
+        """Seconds of ``times`` reduce-scatters, or gathers, of ``payload`` bytes in all: each is half an all-reduce."""
+        apart = times * self.bucket_seconds
+        return apart + (self.all_reduce(payload, times) - apart) / 2 if times else 0.0
+
     def all_gather(self, share: float) -> float:
         """Seconds until every rank has the ``share`` bytes of every other."""
         within = (self.per_node - 1) * (self.latency + share / self.rate)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.passes.layout import device_pointer
+from planner.passes.sharding import is_sharded
 from schemas.document import resolve
 from schemas.form import Json
 
@@ -71,6 +72,8 @@ def barred(draft: Mapping[str, Json], row: Mapping[str, Json]) -> str | None:
     world = sum(len(entry["members"]) for entry in draft["ranks"])
     if row.get("fleet") is False and world > 1:
         return f"one rank alone can have it, and here are {world}: {row['fleet_why']}"
+    if row.get("sharded") is False and is_sharded(draft):
+        return f"not under --shard fsdp: {row['sharded_why']}"
     asked = draft["workload"]["config"].get("adamw", {}).get("asked")
     if row.get("component") == "adamw_state" and asked not in (None, "auto"):
         return f"adamw={asked} was asked for, and this is an AdamW of its own"

@@ -17,6 +17,7 @@ from planner.passes.cost import (
 )
 from planner.passes.ledger import Ledger
 from planner.passes.ranks import elements_of, owned_by, rank_facts, workspace_of
+from planner.passes.sharding import is_sharded
 from schemas.document import reading
 from schemas.form import Json
 
@@ -37,8 +38,18 @@ _WHY = {
     "activations": "the most bytes alive in forward and backward: the sum of what they are",
     "buckets": "a narrower copy of the gradients while they are reduced; gradients lie in fp32 buckets",
     "update": "temporaries of the update: the stacks' work, updates as sent and received, AdamW's",
+    "gathered": "whole parameters in fp32: the root's, those of a unit, and the buffer of the next",
     "hosted": "what mechanisms keep in host memory: offloaded activations, tables and their moments",
     "pinned": "the part of it that is pinned",
+}
+
+_SHARDED = {
+    "masters": f"{MASTER_BYTES} B an element: fp32 master weights, this rank's rows",
+    "gradients": f"{GRADIENT_BYTES} B an element: fp32 gradients of this rank's rows, kept from step to step",
+    "adamw_state": f"{ADAMW_BYTES} B an element: two fp32 moments of this rank's rows",
+    "tables_state": f"{TABLES_BYTES} B an element: two fp32 moments of this rank's rows of the tables",
+    "buckets": "whole gradients of a unit and of the root, and those of the unit before while they are sent",
+    "update": "temporaries of the update of this rank's rows",
 }
 
 
@@ -53,21 +64,22 @@ def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: boo
     found["hosted"], found["pinned"] = rank.hosted(*shape, mechanisms)
     sources = _sources(ledger, account, base, mechanisms)
     held = [name for name in (*STATE, "hosted") if name in sources and (name in _ALWAYS or found[name])]
-    for name in (*held, "pinned", "activations", "buckets", "update"):
+    sharded = ["gathered"] if "gathered" in found else []
+    for name in (*held, "pinned", "activations", *sharded, "buckets", "update"):
         if name == "muon_momentum":
             _momentum(ledger, account, place, rank, mechanisms, found[name])
         elif name == "activations":
             _activations(ledger, memory, rank.alive(*shape, mechanisms), sources[name])
         elif name != "pinned" or found[name]:
-            why = _replaced(account, mechanisms, name) or _WHY[name]
-            measurable = name not in ("rounding", "staging", "buckets", "update")
+            why = _replaced(account, mechanisms, name) or (_SHARDED if sharded else {}).get(name) or _WHY[name]
+            measurable = name not in ("rounding", "staging", "gathered", "buckets", "update")
             ledger.compute(
                 f"{memory}/{name}", "B", lambda *_, name=name: found[name], sources[name], why, measurable=measurable
             )
     if rank.kind == "cuda":  # its own memory is not the host's
         held = [*(name for name in held if name != "hosted"), "workspace"]
         ledger.put(f"{memory}/workspace", workspace_of(ledger.draft, entry).reading())
-    _peaks(ledger, memory, [f"{memory}/{name}" for name in held])
+    _peaks(ledger, memory, [f"{memory}/{name}" for name in held], bool(sharded))
     if "allocator_reserve" in ledger.draft["fit"]:
         inputs, why = [f"{memory}/peak", "/fit/allocator_reserve"], "the peak, and what the allocator keeps beside it"
         ledger.compute(f"{memory}/reserved", "B", lambda peak, share: round(peak * share), inputs, why, measurable=True)
@@ -103,7 +115,13 @@ def _sources(ledger: Ledger, account: Mapping[str, Json], base: str, mechanisms:
     found |= {"masters": [total, *where], "gradients": [total, *where], "muon_momentum": [total]}
     found |= {"rounding": ["/workload/digest", *where], "adamw_state": [adamw, *changed], "buckets": [total, exchange]}
     found["update"] = ["/workload/digest", "/workload/config/ns_dtype", *changed]
-    return found | ({"tables_state": [tables, *where]} if account["parameters"]["tables"] else {})
+    found |= {"tables_state": [tables, *where]} if account["parameters"]["tables"] else {}
+    if is_sharded(ledger.draft):
+        shared = ["/workload/digest", "/exchange/shard"]
+        altered = ("masters", "gradients", "adamw_state", "tables_state", "rounding", "buckets", "update")
+        found |= {name: [*sources, *shared] for name, sources in found.items() if name in altered}
+        found = {name: list(dict.fromkeys(sources)) for name, sources in found.items()} | {"gathered": shared}
+    return found
 
 
 def _replaced(account: Mapping[str, Json], mechanisms: Sequence[str], component: str) -> str | None:
@@ -112,14 +130,14 @@ def _replaced(account: Mapping[str, Json], mechanisms: Sequence[str], component:
     return next((row["why"] for row in rows if row.get("component") == component), None)
 
 
-def _peaks(ledger: Ledger, memory: str, held: list[str]) -> None:
+def _peaks(ledger: Ledger, memory: str, held: list[str], sharded: bool) -> None:
     """Both peaks over the components ``held`` from step to step."""
     overhead = "/fit/allocator_overhead"
-    for name, during, why in (
-        ("backward_peak", "activations", "state + activations + buckets"),
-        ("optimizer_peak", "update", "state + update + buckets"),
-    ):
-        inputs = [*held, f"{memory}/{during}", f"{memory}/buckets", overhead]
+    backward = ("activations", *(["gathered"] if sharded else []), "buckets")
+    optimizer = ("update", *([] if sharded else ["buckets"]))
+    for name, during in (("backward_peak", backward), ("optimizer_peak", optimizer)):
+        why = " + ".join(("state", *during))
+        inputs = [*held, *(f"{memory}/{part}" for part in during), overhead]
         ledger.compute(f"{memory}/{name}", "B", _sum_times_last, inputs, why, measurable=True)
     both = [f"{memory}/backward_peak", f"{memory}/optimizer_peak"]
     ledger.compute(f"{memory}/peak", "B", max, both, "the higher of the two peaks", measurable=True)

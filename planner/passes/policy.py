@@ -45,6 +45,7 @@ def policy(
     _allocator(ledger, account)
     _backend(ledger)
     if world_size(draft) > 1:
+        _shard(ledger, request["shard"])
         _reduce_dtype(ledger, request["reduce"])
     calibrate_ranks(ledger, request, account)
     return ledger.draft
@@ -169,6 +170,14 @@ def _backend(ledger: Ledger) -> None:
         ledger.decide("/exchange/backend", None, "nccl", "CUDA ranks exchange through NCCL, never through gloo")
     else:
         ledger.decide("/exchange/backend", None, "gloo", "CPU ranks exchange through gloo")
+
+
+def _shard(ledger: Ledger, asked: str | None) -> None:
+    if asked == "fsdp":
+        why = "each rank holds its rows of parameters, gradients and moments: FSDP2, which goes with AdamW"
+    else:
+        why = "each rank holds the whole model; --shard fsdp, with --opt adamw, would share it"
+    ledger.decide("/exchange/shard", asked, asked or "none", why, inputs=["/workload/opt"] if asked == "fsdp" else [])
 
 
 def _reduce_dtype(ledger: Ledger, asked: str | None) -> None:

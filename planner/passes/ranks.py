@@ -9,6 +9,7 @@ from planner.passes import constants
 from planner.passes.cost import DTYPE_BYTES, UNIT_RATES, Rank, many, shape_name
 from planner.passes.layout import device_pointer, per_rank
 from planner.passes.ledger import Ledger
+from planner.passes.sharding import shards_of
 from schemas.document import reading
 from schemas.form import Json
 
@@ -78,6 +79,7 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         allocator=allocator_of(draft),
         compute_ratios=taught.get("compute", ()),
         optimizer_ratios=taught.get("optimizer", ()),
+        shards=shards_of(draft, account),
     )
 
 

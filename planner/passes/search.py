@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from planner.passes.cost import ratio_at, waited_seconds
+from planner.passes.cost import ratio_at
 from planner.passes.mechanisms import Mechanisms, Offer, offer
+from planner.passes.moves import moves_of
 from planner.passes.ranks import host_room, rank_facts
 from planner.passes.split import Curve, Group, largest_within, split_samples
 from schemas.form import Json
@@ -84,9 +85,8 @@ class Search:
 
     def _exchange(self, draft: Mapping[str, Json]) -> None:
         exchange = draft["exchange"]
-        self._reduce = (
-            (exchange["seconds"]["value"] or 0.0, exchange["buckets"]["value"]) if "seconds" in exchange else None
-        )
+        self._moves = moves_of(draft) if "seconds" in exchange else None
+        self._moved = [exchange.get(name, {}).get("value") or 0.0 for name in ("seconds", "forward_seconds")]
         gather = exchange.get("owners_seconds", {}).get("value") or 0.0
         taught = exchange.get("calibration", {}).get("owners", {}).get("value", ())
         sending = [rank.packing_seconds(rank.rates[2]) if rank.rates else 0.0 for rank in self.ranks]
@@ -147,7 +147,7 @@ class Search:
         after."""
         slowest = max(pick.seconds or 0.0 for pick in choice.picks)
         after = max(pick.after or 0.0 for pick in choice.picks)
-        return slowest + after + (waited_seconds(slowest, *self._reduce) if self._reduce else 0.0)
+        return slowest + after + (self._moves.waited(slowest, *self._moved) if self._moves else 0.0)
 
     def best(self, place: int, samples: int, fleet: Mechanisms) -> Candidate | None:
         """The fastest that fits; of equals the one with the fewest inexact mechanisms, then with the fewest."""

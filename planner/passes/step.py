@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 
 from planner.passes.calibrated import calibrated_time
-from planner.passes.cost import exposed_seconds, hidden_seconds, seconds
+from planner.passes.cost import seconds
 from planner.passes.gain import gains
 from planner.passes.ledger import Ledger
+from planner.passes.moves import moves_of
 from planner.passes.ranks import kind_of, rank_facts, world_size
 from schemas.document import reading, unknown
 from schemas.form import Json
@@ -89,29 +90,42 @@ def _compute(ledger: Ledger, place: int) -> None:
 
 
 def _exchange(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
-    base = f"/ranks/{place}"
+    base, moves = f"/ranks/{place}", moves_of(ledger.draft)
     computes = [f"/ranks/{other}/step/compute" for other in range(len(ledger.draft["ranks"]))]
+    why = "wait for the slowest rank + all-reduce - what all buckets but the last hide behind its backward (2/3 of it)"
+    if moves.gathers is not None and moves.overlaps:
+        why = "wait for the slowest rank + gathers and sums - what all units but one hide behind forward and backward"
+    elif moves.gathers is not None:
+        why = "wait for the slowest rank + gathers and sums, each of which a CPU rank waits for"
     ledger.compute(
         f"{base}/step/exchange",
         "s",
-        lambda own, total, buckets, *all_computes: exposed_seconds(own, max(all_computes), total, buckets),
-        [f"{base}/step/compute", "/exchange/seconds", "/exchange/buckets", *computes],
-        "wait for the slowest rank + all-reduce - what all buckets but the last hide behind its backward (2/3 of it)",
+        lambda own, total, ahead, *all_computes: moves.exposed(own, max(all_computes), total, ahead),
+        [f"{base}/step/compute", "/exchange/seconds", _ahead(ledger), *computes],
+        why,
         measurable=True,
     )
     if "owners_seconds" in ledger.draft["exchange"]:
         _owners(ledger, account, place)
 
 
-def _hidden(ledger: Ledger) -> None:
-    """The share of the all-reduce behind backward, on the rank with most room for it: which computes longest."""
-    computes = [f"/ranks/{place}/step/compute" for place in range(len(ledger.draft["ranks"]))]
+def _ahead(ledger: Ledger) -> str:
+    """The input of an exchange beside its seconds: those of its forward, or how many buckets may hide."""
+    return "/exchange/forward_seconds" if "forward_seconds" in ledger.draft["exchange"] else "/exchange/buckets"
 
-    def share(reduce: float, buckets: float, *all_computes: float) -> float:
-        return hidden_seconds(max(all_computes), reduce, buckets) / reduce if reduce else 0.0
+
+def _hidden(ledger: Ledger) -> None:
+    """The share of the exchange behind compute, on the rank with most room for it: which computes longest."""
+    computes = [f"/ranks/{place}/step/compute" for place in range(len(ledger.draft["ranks"]))]
+    moves = moves_of(ledger.draft)
+
+    def share(total: float, ahead: float, *all_computes: float) -> float:
+        return 1 - moves.waited(max(all_computes), total, ahead) / total if total else 0.0
 
     why = "the share of all buckets but the last that backward (2/3 of the longest compute) has room for"
-    sources = ["/exchange/seconds", "/exchange/buckets", *computes]
+    if moves.gathers is not None:
+        why = "the share of gathers and sums that forward and backward have room for"
+    sources = ["/exchange/seconds", _ahead(ledger), *computes]
     ledger.compute("/exchange/hidden", "", share, sources, why, measurable=True)
 
 
@@ -141,10 +155,12 @@ def _total(ledger: Ledger, place: int) -> None:
         computes = [f"/ranks/{other}/step/compute" for other in range(len(ledger.draft["ranks"]))]
         count = len(computes)
 
-        def total(own: float, reduce: float, buckets: float, *rest: float) -> float:
-            return own + exposed_seconds(own, max(rest[:count]), reduce, buckets) + sum(rest[count:])
+        moves = moves_of(ledger.draft)
 
-        sources = [f"{base}/step/compute", "/exchange/seconds", "/exchange/buckets", *computes, *after]
+        def total(own: float, exchanged: float, ahead: float, *rest: float) -> float:
+            return own + moves.exposed(own, max(rest[:count]), exchanged, ahead) + sum(rest[count:])
+
+        sources = [f"{base}/step/compute", "/exchange/seconds", _ahead(ledger), *computes, *after]
         ledger.compute(f"{base}/step/total", "s", total, sources, "all parts", measurable=True)
     sources = [f"{base}/tokens", f"{base}/step/total"]
     why = "the rank's tokens / total"

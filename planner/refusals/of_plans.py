@@ -24,6 +24,12 @@ from schemas.form import Json
 
 Facts = Mapping[str, Json]
 
+MUON_MEETS_DTENSOR = (
+    "aten.lerp_.Scalar got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling "
+    "distributed operators!"
+)
+"""What torch raises when this Muon is given a model that FSDP2 has sharded; a test has it raised."""
+
 
 def _world(facts: Facts) -> int:
     return sum(len(device["ids"]) for device in facts["record"]["devices"].values())
@@ -93,20 +99,21 @@ def fsdp_muon(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         yield Refusal(
             "fsdp-muon",
             "--shard fsdp under --opt muon",
-            "FSDP2 shards every matrix as a DTensor",
-            "Newton-Schulz on a shard is not the whole matrix's polar factor, and mixed tensors fail in the optimizer",
-            "--shard none (DDP, each matrix updated whole by one owner)",
+            "FSDP2 makes every matrix and its gradient a DTensor, and Muon's momentum is one stacked tensor a shape: "
+            f"torch says {MUON_MEETS_DTENSOR!r}",
+            "of a rank's rows alone, Newton-Schulz would not give the whole matrix's polar factor",
+            "--shard fsdp --opt adamw, or --shard none (DDP, each matrix updated whole by one owner)",
         )
 
 
-def fsdp_unbuilt(plan: Facts, facts: Facts) -> Iterator[Refusal]:
-    if facts["request"]["shard"] == "fsdp" and facts["account"]["made_from"]["opt"] != "muon":
+def fsdp_alone(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    if facts["request"]["shard"] == "fsdp" and _world(facts) == 1:
         yield Refusal(
-            "fsdp-unbuilt",
+            "fsdp-alone",
             "--shard fsdp",
-            "a runtime that reduces by DDP alone",
-            "FSDP2 has not passed a numeric gate here, and until one holds it is not run",
-            "--shard none",
+            "one rank",
+            "a model is shared by several ranks, so it could have no effect",
+            "leave --shard out, or plan several ranks (--devices cpu:2, or several cards)",
         )
 
 
@@ -329,7 +336,7 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 def _planned(facts: Facts, changes: Mapping[str, Json]) -> bool:
     """Whether the request with ``changes`` makes a plan that fits and that no rule here refuses."""
     changed = {**facts, "request": {**facts["request"], **changes}}
-    asked = (capacity_batch, capacity_seq, fsdp_muon, fsdp_unbuilt, reduce_alone, fit_unknown_memory)
+    asked = (capacity_batch, capacity_seq, fsdp_muon, fsdp_alone, reduce_alone, fit_unknown_memory)
     if any(True for rule in asked for _ in rule({}, changed)):
         return False
     draft = draft_of(changed["request"], facts["record"], facts["account"], PASSES[: PASSES.index(fit) + 1])

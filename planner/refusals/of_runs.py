@@ -10,6 +10,7 @@ from planner.passes.cost import MASTER_BYTES, TABLES_BYTES
 from planner.passes.layout import device_pointer
 from planner.passes.legality import sm, sm_name
 from planner.passes.likeness import node_count
+from planner.passes.sharding import is_sharded
 from planner.refusals.refusal import Refusal
 from planner.views.words import size
 from schemas.document import resolve
@@ -299,8 +300,13 @@ def checkpoint_bytes(plan: Facts) -> int:
     momentum = sum(_reading(entry, "muon_momentum") * len(entry["members"]) for entry in ranks)
     moved = "tables" in parameters and "tables_state" not in ranks[0]["memory"]  # hosted, with the tables
     tables: float = parameters["tables"]["value"] * TABLES_BYTES if moved else _reading(ranks[0], "tables_state")
-    shared: float = parameters["total"]["value"] * MASTER_BYTES + _reading(ranks[0], "adamw_state")
-    return round(shared + tables + momentum + _BESIDE)
+    adamw, whole = _reading(ranks[0], "adamw_state"), float(parameters["total"]["value"]) * MASTER_BYTES
+    if is_sharded(plan):  # each rank writes its rows of it
+        tables, adamw = (
+            sum(_reading(entry, name) * len(entry["members"]) for entry in ranks)
+            for name in ("tables_state", "adamw_state")
+        )
+    return round(whole + adamw + tables + momentum + _BESIDE)
 
 
 def _reading(entry: Facts, component: str) -> float:
@@ -316,7 +322,7 @@ def smoke_failed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     for row in facts["smoke"]:
         asked = f"one discarded forward and backward on rank {row['rank']}"
         entry = entry_of(plan, row["rank"])
-        if row["error"] is not None:
+        if row["error"] is not None and not row.get("lost"):  # a rank that lost another says nothing of itself
             yield Refusal("smoke-failed", asked, row["error"], *_raised(entry, row["error"]))
         if row["unused"]:
             yield Refusal(
