@@ -93,7 +93,8 @@ def test_a_dry_run_times_two_cards_their_all_reduce_and_their_copies_into_a_fait
     for item in readings:
         assert item["basis"] == "benchmarked", item["why"]
         assert item["low"] <= item["value"] <= item["high"]
-    assert [size for size, _ in node["allreduce_curve"]["value"]] == [2**power for power in range(12, 23)]
+    sizes = [size for size, _ in node["allreduce_curve"]["value"]]
+    assert sizes == sorted(sizes) and {2**power for power in range(12, 23)} <= set(sizes)
     assert "misses at most" in node["allreduce_rate"]["why"]
 
 

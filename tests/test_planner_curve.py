@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.machine.curve import RingFit, fit_ring
+from planner.machine.curve import RingFit, fit_ring, timed_curve
+from planner.passes.link import at_size
 
 SIZES = [2**power for power in range(16, 31)]
 
@@ -79,3 +80,46 @@ def test_a_latency_below_zero_is_never_fitted() -> None:
     fit = fit_ring([(2**16, 1e-7), (2**20, 1e-5), (2**24, 1e-2)], 2)
     assert fit is not None
     assert fit.latency == 0.0 and fit.rate > 0
+
+
+OCTAVES = [2**power for power in range(16, 31)]
+
+
+def _leaping(size: int) -> float:
+    """As NCCL over NVLink was seen: another protocol from 1.3 MiB on."""
+    return 8e-6 + size / 1.1e11 if size < 1.3 * 2**20 else 2.2e-5 + size / 3.3e11
+
+
+def test_sizes_are_added_until_the_line_through_neighbours_tells_what_lies_between() -> None:
+    asked: list[int] = []
+
+    def timing(size: int) -> list[float]:
+        asked.append(size)
+        return [0.97 * _leaping(size), _leaping(size), 1.5 * _leaping(size)]
+
+    curve = [(size, sorted(times)[1]) for size, times in timed_curve(OCTAVES, timing, lambda: False)]
+    assert [size for size, _ in curve] == sorted(asked) and len(asked) == len(set(asked)) < 2 * len(OCTAVES) + 6
+    sizes = [2**20 * 1.19**step for step in range(64)]
+    off = {size: abs(at_size(curve, size) / _leaping(int(size)) - 1) for size in sizes}
+    # What is left is the leap itself, in the eighth of an octave that it lies in.
+    assert [size for size in sizes if off[size] > 0.01 and not 1.25 < size / 2**20 < 1.38] == []
+    coarse = [(size, _leaping(size)) for size in OCTAVES]
+    assert abs(at_size(coarse, 1.4 * 2**20) / _leaping(int(1.4 * 2**20)) - 1) > 0.1
+
+
+def test_a_size_that_took_longer_than_a_larger_one_is_timed_again() -> None:
+    seen: dict[int, int] = {}
+
+    def timing(size: int) -> list[float]:
+        seen[size] = seen.get(size, 0) + 1
+        return [4 * size / 1e9 if (size, seen[size]) == (2**19, 1) else size / 1e9] * 3
+
+    curve = timed_curve(OCTAVES, timing, lambda: False)
+    assert all(times == [size / 1e9] * 3 for size, times in curve)
+    assert [size for size, count in seen.items() if count > 1] == [2**19]
+
+
+def test_no_size_is_begun_once_the_budget_is_spent() -> None:
+    asked: list[int] = []
+    curve = timed_curve(OCTAVES, lambda size: asked.append(size) or [size / 1e9], lambda: len(asked) >= 4)
+    assert asked == OCTAVES[:4] and [size for size, _ in curve] == OCTAVES[:4]

@@ -109,10 +109,39 @@ def test_the_ring_formula_gives_the_table_of_the_specification(row: dict[str, An
 def test_a_timed_curve_is_taken_at_its_word_at_and_between_its_points() -> None:
     curve = ((1e5, 1e-5), (1e6, 1e-4), (1e7, 2e-4))
     assert [at_size(curve, size) for size in (1e5, 1e6, 1e7)] == pytest.approx([1e-5, 1e-4, 2e-4])
-    assert at_size(curve, 10**5.5) == pytest.approx(10**-4.5)
-    assert at_size(curve, 1) == 1e-5 and at_size(curve, 1e9) == pytest.approx(2e-2)
+    assert at_size(curve, 2.8e6) == pytest.approx(1.2e-4)
+    assert at_size(curve, 1) == 1e-5 and at_size(curve, 1.9e7) == pytest.approx(3e-4)
+    assert at_size(((1e6, 1e-4),), 2e6) == pytest.approx(2e-4)
     ring = Rings(2, 1, 5e9, 1e-5, curve=curve, curve_rate=1e10)
     assert ring.all_reduce(2e6, 2) == pytest.approx(2 * 1e-4 * 2)
+
+
+@pytest.mark.parametrize("name", ["h200-pair", "h200-pair-staged"])
+def test_a_recorded_curve_tells_each_of_its_points_from_the_others(name: str) -> None:
+    """Of NVLink and of host memory; NCCL's change of protocol between 1 and 2 MiB leaves a leap, which is timed finer
+    now. Each point is told over a gap of two octaves, twice as wide as any that a plan is reckoned over."""
+    (node,) = record(name)["nodes"].values()
+    curve = node["allreduce_curve"]["value"]
+    for place in range(1, len(curve) - 1):
+        size, seconds = curve[place]
+        if size >= 2**22:
+            assert at_size([*curve[:place], *curve[place + 1 :]], size) == pytest.approx(seconds, rel=0.04)
+    size, seconds = curve[-1]
+    assert at_size(curve[:-1], size) == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "payload", "seconds"),
+    [  # of another day and another program, on such a pair
+        ("h200-pair", 16e6, 74e-6), ("h200-pair", 276e6, 0.925e-3), ("h200-pair", 2.14e9, 6.27e-3),
+        ("h200-pair-staged", 276e6, 9.3e-3),
+    ],
+)  # fmt: skip
+def test_a_benchmark_tells_sizes_that_it_did_not_time(name: str, payload: float, seconds: float) -> None:
+    (node,) = record(name)["nodes"].values()
+    rate = node["allreduce_rate"]["value"]
+    ring = Rings(2, 1, rate, 0.0, curve=tuple(map(tuple, node["allreduce_curve"]["value"])), curve_rate=rate)
+    assert ring.all_reduce(payload, 1) == pytest.approx(seconds, rel=0.05)
 
 
 def test_a_benchmarked_node_predicts_its_own_all_reduce() -> None:

@@ -42,7 +42,7 @@ class Job:
     repeats: int = 9  # at least
     share: float = 0.4  # seconds that one quantity is timed
     smallest: int = 2**16  # bytes of an all-reduce
-    largest: int = 2**30
+    largest: int = 2**31
     budget: float = 15.0  # seconds of all-reduces, after which no larger size is begun
     ready_deadline: float = 120.0  # seconds: to import torch from a cold disk,
     card_deadline: float = 90.0  # for one card,

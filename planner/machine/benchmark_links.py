@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from planner.machine.curve import timed_curve
 from planner.machine.stopwatch import Place, settled, tried
 from schemas.form import Json
 
@@ -24,7 +25,7 @@ Request = Mapping[str, Json]
 
 
 def group(request: Request) -> Json:
-    """One rank's part of an all-reduce in bf16 over growing sizes.
+    """One rank's part of an all-reduce in bf16 over growing sizes, and sizes between them (`timed_curve`).
 
     Returns:
         {"curve": [[bytes, samples of seconds]], "nccl": version}, or {"wrong": bytes} where a sum was not right.
@@ -80,20 +81,32 @@ def _curve(place: Place, request: Request) -> Json:
     middle = payload[: sizes[len(sizes) // 2] // 2].zero_()
     for _ in range(10):  # connections are made by the first, buffers by the first of this size
         dist.all_reduce(middle)
-    start, curve = time.perf_counter(), []
-    for size in sizes:
+    start = time.perf_counter()
+
+    def timing(size: int) -> list[float]:
+        """The first rank's times, on every rank, so that all go on alike."""
         part = payload[: size // 2]
         part.copy_(pattern[: size // 2])
         dist.all_reduce(part)
         if not is_right(part, expected):
-            return {"wrong": size}
-        count = request["repeats"] * (3 if size <= _SMALL_BYTES else 1)
-        count += _DROPPED
-        times = place.times(partial(dist.all_reduce, part), count, LEAD_CYCLES * count)
-        curve.append([size, times[_DROPPED:]])
-        if _spent(place, time.perf_counter() - start) > request["budget"]:
-            break
-    return {"curve": curve}
+            raise _Wrong(size)
+        count = request["repeats"] * (3 if size <= _SMALL_BYTES else 1) + _DROPPED
+        times = place.times(partial(dist.all_reduce, part), count, LEAD_CYCLES * count)[_DROPPED:]
+        first = torch.tensor(times, dtype=torch.float64, device=place.device)
+        dist.broadcast(first, 0)
+        return [float(value) for value in first.tolist()]
+
+    try:
+        found = timed_curve(sizes, timing, lambda: _spent(place, time.perf_counter() - start) > request["budget"])
+    except _Wrong as wrong:
+        return {"wrong": wrong.size}
+    return {"curve": [[size, times] for size, times in found]}
+
+
+class _Wrong(Exception):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
 
 
 def is_right(part: Any, expected: Any) -> bool:

@@ -1,11 +1,49 @@
-"""The two numbers behind a curve of timed ring all-reduces: a latency a ring step, and the rate of the path."""
+"""A curve of timed ring all-reduces: at which sizes they are timed, and the two numbers behind it, which are a latency
+a ring step and the rate of the path."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from planner.passes.link import ring_volume
+
+Timing = Callable[[int], list[float]]
+
+REFINED_FROM = 2**20
+"""Bytes: below, an all-reduce is all latency, and its time matters little."""
+APART = 0.03
+"""Of a time, how far the line through its neighbours may miss it."""
+DEEPEST = 3
+"""Halvings of the gap between two sizes."""
+
+
+def timed_curve(sizes: Sequence[int], timing: Timing, spent: Callable[[], bool]) -> list[tuple[int, list[float]]]:
+    """(bytes, seconds of each repeat) of ``sizes``, which rise, and of as many between them as it takes for the line
+    through neighbours to tell them: libraries change their protocol at some size, and the time then leaps.
+
+    A size that took longer than the next larger one was disturbed, and is timed once more. Where ``spent``, no other is
+    begun.
+    """
+    found: dict[int, list[float]] = {}
+    for size in sizes:
+        found[size] = timing(size)
+        if spent():
+            break
+    for low, high in pairwise(sorted(found)):
+        if median(found[low]) > median(found[high]):
+            found[low] = min(found[low], timing(low), key=median)
+    gaps = [(low, high, DEEPEST) for low, high in pairwise(sorted(found)) if low >= REFINED_FROM]
+    while gaps and not spent():
+        low, high, depth = gaps.pop(0)
+        middle = (low + high) // 2
+        found[middle] = timing(middle)
+        line = (median(found[low]) + median(found[high])) / 2
+        if depth > 1 and abs(line - median(found[middle])) > APART * median(found[middle]):
+            gaps += [(low, middle, depth - 1), (middle, high, depth - 1)]
+    return sorted(found.items())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ network: reduce-scatter within each node, all-reduce of the shards between nodes
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,16 +27,16 @@ def ring_volume(payload: float, ranks: int) -> float:
 
 
 def at_size(curve: Sequence[Sequence[float]], size: float) -> float:
-    """Seconds at ``size`` bytes from timed points [bytes, seconds] of rising size: between two, straight in logarithms;
-    below the first, its time, which is latency; above the last, in proportion, which is rate."""
+    """Seconds at ``size`` bytes from timed points [bytes, seconds] of rising size: between two, on the line through
+    them, since a ring's time is a latency and a rate; below the first, its time; above the last, on the line through
+    the last two, or in proportion where there is one."""
     if size <= curve[0][0]:
         return curve[0][1]
-    if size >= curve[-1][0]:
-        return curve[-1][1] * size / curve[-1][0]
-    place = bisect_left(curve, size, key=lambda point: point[0])
+    if len(curve) == 1:
+        return curve[0][1] * size / curve[0][0]
+    place = min(bisect_left(curve, size, key=lambda point: point[0]), len(curve) - 1)
     (s0, t0), (s1, t1) = curve[place - 1], curve[place]
-    share = math.log(size / s0) / math.log(s1 / s0)
-    return float(t0 * (t1 / t0) ** share)
+    return float(t0 + (t1 - t0) * (size - s0) / (s1 - s0))
 
 
 @dataclass(frozen=True)
