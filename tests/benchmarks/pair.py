@@ -131,7 +131,7 @@ class Pair:
         path = self.folder / f"record-{name}.json"
         if not path.exists():
             words = ["probe", "--benchmark", "--devices", "auto" if self.on_cards else f"cpu:{ranks}"]
-            path.write_bytes(_done(_planner(words), self.folder, environ or {}).stdout)
+            path.write_bytes(done(planner(words), self.folder, environ or {}).stdout)
         return path.name
 
     def case(
@@ -148,10 +148,10 @@ class Pair:
         start = time.monotonic()
         try:
             if self.plan_of(name) is None:
-                (self.folder / file).write_bytes(_done(_planner(words), self.folder, environ).stdout)
+                (self.folder / file).write_bytes(done(planner(words), self.folder, environ).stdout)
             command, shown = self._runner(file, second)
             found.ran = _told(environ, shown)
-            _done(command, self.folder, environ)
+            done(command, self.folder, environ)
             found.rate = self._rate(name)
         except _Failed as failure:
             found.fault = str(failure)
@@ -195,7 +195,7 @@ class _Failed(Exception):
     """A command did not end well. The message is its last line."""
 
 
-def _planner(words: Sequence[str]) -> list[str]:
+def planner(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "planner", *words]
 
 
@@ -203,7 +203,7 @@ def _told(environ: Environ, words: Sequence[str], then: str = "") -> str:
     return " ".join(filter(None, (*(f"{key}={value}" for key, value in environ.items()), *words, then)))
 
 
-def _done(command: Sequence[str], folder: Path, environ: Environ) -> subprocess.CompletedProcess[bytes]:
+def done(command: Sequence[str], folder: Path, environ: Environ) -> subprocess.CompletedProcess[bytes]:
     """``command`` in ``folder``, ended whole where it takes too long."""
     path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     started = subprocess.Popen(
