@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import make_fits
 from made_up import ORDER, accounts, subsets
+from planner.passes.budget import needed
 from planner.passes.compile import compile_plan
-from planner.passes.constants import FIT_HEADROOM
 from planner.passes.cost import COMPONENTS, STATE, Rank
 from planner.passes.mechanisms import offer
 from planner.passes.ranks import rank_facts
@@ -21,7 +21,7 @@ from worlds import account, fleet, request
 
 def _plan(work: dict[str, Any], limit: float | None = None, **asked: Any) -> dict[str, Any]:
     """A plan of ``work`` on one made-up card that may hold ``limit`` bytes."""
-    budget = {} if limit is None else {"fit": [int(limit / FIT_HEADROOM) + 1]}
+    budget = {} if limit is None else {"fit": [needed(limit, "expandable")]}
     return compile_plan(request(**budget, **asked), fleet(1e12), work)
 
 
@@ -173,6 +173,8 @@ def test_the_workspace_of_a_card_is_by_its_generation() -> None:
 def test_a_cards_blocks_are_rounded_and_a_cpus_are_not() -> None:
     work = account("b1")
     work["blocks"] = {"muon": 1000, "adamw": 10, "tables": 100}
+    assert "rounding" not in _plan(work)["ranks"][0]["memory"]  # of expandable segments
+    work["config"]["allocator"] = {"asked": "segments", "chosen": "segments", "why": "asked for"}
     made = _plan(work)["ranks"][0]["memory"]["rounding"]["value"]
     assert made == 3 * 1000 + 4 * 10 + 4 * 100  # weights, gradients and momentum; and two moments where there are
     moved = _plan(work, mechanisms=["engram_ram", "muon_state_bf16"])["ranks"][0]["memory"]["rounding"]["value"]

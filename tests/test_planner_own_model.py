@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.passes.budget import needed
 from planner.passes.cost import STATE
 from schemas.store import loads
 
@@ -75,7 +76,7 @@ def test_a_users_own_module_fits_a_budget_by_mechanisms_or_is_refused_by_its_own
     assert memory["backward_peak"]["value"] == held + memory["activations"]["value"]
     peak = memory["peak"]["value"]
 
-    budget = 0.8 * peak / 0.9
+    budget = needed(0.8 * peak, "none")
     tight = loads(planned(users, "--fit", f"{budget / 1e9:.4f}").stdout, "dormouse.plan", "plan")
     rank = tight["ranks"][0]
     engaged = [*tight["fit"]["mechanisms"]["chosen"], *rank["mechanisms"]["chosen"]]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 
 from planner.passes import constants
+from planner.passes.budget import told as in_words
+from planner.passes.budget import usable
 from planner.passes.cost import DTYPE_BYTES, UNIT_RATES, Rank, many, shape_name
 from planner.passes.layout import device_pointer, per_rank
 from planner.passes.ledger import Ledger
@@ -106,13 +108,14 @@ def workspace_of(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> consta
 def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float | None:
     """Put the bytes that entry ``place`` may use at its ``memory/limit``; None when nothing is known or asked.
 
-    With a budget of N: the smaller of 0.9 N and free memory less 512 MiB. Where free memory is unknown, nine tenths of
-    the card's whole memory stand for it. Ranks on one CPU share its memory.
+    With a budget of N: the smaller of what is `usable` of it (0.9 N, on a card at most N less 192 MiB) and free memory
+    less 512 MiB. Where free memory is unknown, nine tenths of the card's whole memory stand for it. Ranks on one CPU
+    share its memory.
     """
     entry, pointer = ledger.draft["ranks"][place], f"/ranks/{place}/memory/limit"
     device, ranks = device_pointer(ledger.draft, entry), sharing(ledger.draft, entry)
     budget = per_rank(request["fit"], entry["members"][0])
-    margin, headroom = constants.FREE_MARGIN_BYTES, constants.FIT_HEADROOM
+    margin, allocator = constants.FREE_MARGIN_BYTES, allocator_of(ledger.draft)
     if ledger.value(f"{device}/memory_free") is not None:
         source, why = f"{device}/memory_free", "free memory / {} - 512 MiB" if ranks > 1 else "free memory - 512 MiB"
 
@@ -122,18 +125,17 @@ def set_limit(ledger: Ledger, request: Mapping[str, Json], place: int) -> float 
         source, why = f"{device}/memory_total", "0.9 of all memory, since how much is free is unknown"
 
         def room(free: float) -> float:
-            return headroom * free / ranks
+            return constants.FIT_HEADROOM * free / ranks
 
     why = why.format(ranks)
-    if isinstance(budget, int) and ledger.value(source) is None:
-        limit: float | None = int(headroom * budget)
-        ledger.put(pointer, reading(limit, "B", "declared", f"0.9 x {budget} B; the card's memory is unknown"))
-    elif isinstance(budget, int):
-        why = f"the smaller of 0.9 x {budget} B and {why}"
-        limit = ledger.compute(pointer, "B", lambda n: int(min(headroom * budget, room(n))), [source], why)
-    else:
-        limit = ledger.compute(pointer, "B", lambda n: int(room(n)), [source], why)
-    return limit
+    if not isinstance(budget, int):
+        return ledger.compute(pointer, "B", lambda n: int(room(n)), [source], why)  # type: ignore[no-any-return]
+    filled, told = usable(budget, allocator), in_words(budget, allocator)
+    if ledger.value(source) is None:
+        ledger.put(pointer, reading(filled, "B", "declared", f"{told}; the card's memory is unknown"))
+        return filled
+    why = f"the smaller of {told} and {why}"
+    return ledger.compute(pointer, "B", lambda n: int(min(filled, room(n))), [source], why)  # type: ignore[no-any-return]
 
 
 def host_room(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> float | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.passes import constants
+from planner.passes.budget import needed
 from planner.passes.cost import STATE, Rank
 from planner.passes.layout import device_pointer
 from planner.passes.mechanisms import Mechanisms, Offer, offer
@@ -122,7 +122,7 @@ def _more(rooms: list[_Room], request: Mapping[str, Json]) -> Iterator[Way]:
     """A larger budget, where the budget binds."""
     if isinstance(request["fit"], list):
         needs = [min(room.rank.peak(room.batch, room.length, engaged) for engaged in room.open) for room in rooms]
-        least = math.ceil(max(needs) / constants.FIT_HEADROOM / 1e8) / 10
+        least = math.ceil(needed(max(needs), rooms[0].rank.allocator) / 1e8) / 10
         budget = max(least, max(request["fit"]) / 1e9)
         yield Way(f"--fit {budget:.10g}", {"fit": [round(budget * 1e9)]})
 

@@ -37,13 +37,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from memory_one import PROCESS_SLACK
 
+from planner.passes.budget import needed
+
 HOME = Path(__file__).resolve().parents[2]
 ONE = Path(__file__).with_name("memory_one.py")
 STEPS = 6  # one is the profiler's on a CPU, two are outside the measuring window
 RUN_SECONDS, PLAN_SECONDS = 400, 200
 MARKS = ("backward_peak", "optimizer_peak", "peak")
 ESTIMATORS = ("MemTracker", "accelerate", "DeepSpeed")
-HEADROOM = 0.9  # of a budget, what --fit fills
 NOTCH = 1.1  # of a budget, the load that must fail
 _SHORT = re.compile("out of memory|does not hold the run|can.t allocate|cannot allocate|MemoryError", re.I)
 
@@ -152,11 +153,12 @@ def drawn(dice: random.Random, mechanisms: bool = True) -> Case:
 
 class Workshop(NamedTuple):
     """Where plans are made and run: a folder, and the record of this machine. ``slack``: bytes that a run may take
-    beyond its cap."""
+    beyond its cap; ``allocator``: how the device's memory grows."""
 
     folder: Path
     record: Path
     slack: int
+    allocator: str
 
     def plan(self, name: str, wanted: Case, *more: str) -> tuple[Path | None, str]:
         """(the plan's file, None where it was refused; what the command said)."""
@@ -260,9 +262,9 @@ def _just_holds(
     """(the budget in bytes, the plan): from ``share`` of what the case takes on, the first that holds it, filled whole
     by the plan that it makes."""
     while share < 1.02:
-        made, _ = shop.plan(name, wanted, *_fit(ceil(share * free / HEADROOM), policy))
+        made, _ = shop.plan(name, wanted, *_fit(needed(share * free, shop.allocator), policy))
         if made is not None:
-            budget = ceil(predicted(made)["readings"]["memory/peak"] / HEADROOM) + 10
+            budget = needed(predicted(made)["readings"]["memory/peak"], shop.allocator) + 10
             tight, _ = shop.plan(name, wanted, *_fit(budget, policy))
             return budget, tight
         share += 0.07
@@ -495,7 +497,8 @@ def main() -> None:
         record = json.loads(options.resume.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="dormouse-memory-") as folder:
         slack = PROCESS_SLACK if options.device == "cpu" else 0
-        shop = Workshop(Path(folder), options.record or Path(folder, "record.json"), slack)
+        allocator = "none" if options.device == "cpu" else "expandable"
+        shop = Workshop(Path(folder), options.record or Path(folder, "record.json"), slack, allocator)
         if options.record is None:
             probed = _called([sys.executable, "-m", "planner", "probe", "--devices", _devices(options)], PLAN_SECONDS)
             if probed.returncode:
