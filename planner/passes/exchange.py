@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from planner.passes import constants
+from planner.passes.buckets import bucket_bytes
 from planner.passes.calibrated import calibrated_time
 from planner.passes.calibration import calibrate_link
 from planner.passes.cost import DTYPE_BYTES
@@ -79,10 +79,9 @@ def _payload(ledger: Ledger, world: int) -> None:
     why = f"gradients at {width} B an element"
     ledger.compute("/exchange/payload", "B", lambda n, _: n * width, sources, why, measurable=True)
     payload = ledger.value("/exchange/payload")
-    smallest, largest = constants.SMALLEST_BUCKET_BYTES, constants.LARGEST_BUCKET_BYTES
-    bucket = min(max(payload // constants.BUCKETS_WANTED, smallest), largest)
-    why = f"payload / {constants.BUCKETS_WANTED}, within {smallest} and {largest} B"
-    ledger.decide("/exchange/bucket_bytes", None, bucket, why, inputs=["/exchange/payload"])
+    bucket, why, slower = bucket_bytes(ledger.value("/exchange/path"), payload)
+    sources = ["/exchange/payload", "/exchange/path"]
+    ledger.decide("/exchange/bucket_bytes", None, bucket, why, inputs=sources, rejected=slower)
     # DDP fills buckets by the gradients' own bytes, fp32, whatever they are reduced in.
     gradients = ["/workload/parameters/total", "/exchange/bucket_bytes"]
     why = "fp32 gradient bytes / bucket bytes, rounded up: at least so many, since a tensor is never cut"
