@@ -49,7 +49,8 @@ def _between(rows: Sequence[Row], payload: int) -> int:
         return int(rows[0 if payload <= payloads[0] else -1]["bucket_bytes"])
     place = bisect_left(payloads, payload)
     (p0, p1), (b0, b1) = payloads[place - 1 : place + 1], (row["bucket_bytes"] for row in rows[place - 1 : place + 1])
-    return int(round(b0 * (b1 / b0) ** (math.log(payload / p0) / math.log(p1 / p0))))
+    share = math.log(payload / p0) / math.log(p1 / p0)
+    return round(float(b0) * float(b1 / b0) ** share)
 
 
 def _slower(row: Row) -> list[dict[str, Json]]:
