@@ -50,7 +50,7 @@ def test_a_fault_ends_every_rank_with_4_and_names_rank_and_number() -> None:
 
 
 def test_nan_and_refusals_are_answered_by_every_rank() -> None:
-    for mode, held in (("nan", 3), ("refusals", 9)):
+    for mode, held in (("nan", 3), ("refusals", 8)):
         results = ranks.gate(("--mode", mode, "--device", "cpu"))
         assert [result["code"] for result in results] == [0, 0], results[0]["words"]
         assert f"{held} of {held} held on 2 ranks" in results[0]["words"]
@@ -85,6 +85,15 @@ def test_fsdp_is_refused_as_the_planner_refuses_it() -> None:
     results = ranks.gate((*SHORT, "--shard", "fsdp"))
     assert [result["code"] for result in results] == [gate.REFUSED] * 2
     assert results[0]["words"].startswith("dormouse: refused (fsdp-muon): --shard fsdp")
+
+
+def test_ranks_that_share_a_model_pass_the_gate_and_a_fault_of_theirs_does_not() -> None:
+    sharing = (*SHORT, "--shard", "fsdp", "--opt", "adamw")
+    results = ranks.gate(sharing)
+    assert [result["code"] for result in results] == [0, 0], results[0]["words"]
+    results = ranks.gate(sharing, "sharded: a unit's gradients are not summed")
+    assert [result["code"] for result in results] == [gate.FAILED] * 2
+    assert "FAIL  gradref" in results[0]["words"]
 
 
 def test_what_cannot_be_compared_is_never_within_a_bound() -> None:

@@ -229,15 +229,20 @@ class Rank:
             "workspace": self.workspace,
         }
         if self.shards:
-            found |= self._sharded(self.shards, mechanisms)
+            found |= self._sharded(self.shards, self._kept(b, t, mechanisms), mechanisms)
         for row in self._rows(mechanisms):
             if "component" in row:
                 name = row["component"]
                 found[name] = row["bytes"] if "bytes" in row else int(found[name] * row["factor"])
         return found
 
-    def _sharded(self, shards: Shards, mechanisms: Collection[str]) -> dict[str, int]:
-        """The components that are otherwise where the rank holds a part of the model."""
+    def _kept(self, b: int, t: int, mechanisms: Collection[str]) -> float:
+        """Bytes kept for backward by all parts of the model."""
+        forms = self.variant(mechanisms)["saved"]
+        return sum(polynomial(form, b, t, self.account["granule"]) for form in forms.values())
+
+    def _sharded(self, shards: Shards, saved: float, mechanisms: Collection[str]) -> dict[str, int]:
+        """The components that are otherwise where the rank holds a part of the model; ``saved``: bytes for backward."""
         return {
             "masters": MASTER_BYTES * shards.held(EVERY),
             "gradients": GRADIENT_BYTES * shards.held(TRAINED),
@@ -245,7 +250,7 @@ class Rank:
             "tables_state": TABLES_BYTES * shards.held(("tables",)),
             "rounding": shards.rounding() if self.allocator == "segments" else 0,
             "gathered": shards.gathered(),
-            "buckets": shards.sums(self.reduce_bytes),
+            "buckets": shards.sums(self.reduce_bytes, saved),
             "update": round(self._update_bytes(mechanisms) * shards.chunk()),
         }
 

@@ -48,7 +48,7 @@ _SHARDED = {
     "gradients": f"{GRADIENT_BYTES} B an element: fp32 gradients of this rank's rows, kept from step to step",
     "adamw_state": f"{ADAMW_BYTES} B an element: two fp32 moments of this rank's rows",
     "tables_state": f"{TABLES_BYTES} B an element: two fp32 moments of this rank's rows of the tables",
-    "buckets": "whole gradients of a unit and of the root, and those of the unit before while they are sent",
+    "buckets": "whole gradients of the root and of the unit at hand, those of the unit before while they are sent",
     "update": "temporaries of the update of this rank's rows",
 }
 

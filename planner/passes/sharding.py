@@ -55,11 +55,16 @@ class Shards:
         pairs = [one + other for one, other in pairwise(blocks)] or [sum(blocks)]
         return root + max(*pairs, 2 * max(blocks, default=0))
 
-    def sums(self, width: int) -> int:
-        """Bytes of whole gradients at backward's peak: G of a unit and of the root, whose gradients wait for the end,
-        beside S of the unit before, which is still being sent."""
+    def sums(self, width: int, saved: float) -> int:
+        """Bytes of whole gradients at backward's peak, sent at ``width`` bytes an element: those of the root, which
+        wait for the end, and those of the unit at hand. ``saved`` bytes are kept for backward; a unit lets its part A
+        of them go as its gradients come. So the peak is in the middle of the first unit that is left, at its end, or,
+        where A is small, at the end of the next, beside what is still being sent of the first."""
         *blocks, root = [self.world * _held(unit, self.world, TRAINED) for unit in self.units]
-        return WIDTH * (root + max(blocks, default=0)) + width * max(blocks, default=0)
+        if not blocks:
+            return WIDTH * root
+        whole, sent, part = WIDTH * max(blocks), width * max(blocks), saved / len(blocks)
+        return round(WIDTH * root + max(whole / 2, whole - part, sent + whole - 2 * part))
 
     def rounding(self) -> int:
         """Bytes by which a card's blocks are larger than what is kept in them."""
