@@ -8,6 +8,8 @@ mean over the step's tokens, whatever the batches are.
 
 import inspect
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from executor.clock import Clock, Moment
 from executor.precision import DTYPES, NAMES
+from planner.door import REDUCES_IN_FLIGHT, staged_elements
 
 # Buffers are not sent before each forward. Newer releases of torch name that option anew and warn of the old name.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -46,15 +49,54 @@ class Exchanged:
 
 class Reducer:
     """The state of the hook. ``seen`` is renewed by `begin` before each backward; ``entered`` is when (monotonic) this
-    rank last handed a bucket over, ``handed`` how many it has handed over in all."""
+    rank last handed a bucket over, ``handed`` how many it has handed over in all.
+
+    What is reduced in a narrower dtype goes through a few buffers of one size, each lent anew when what it held is back
+    in the gradients. So a narrower copy of all gradients is never held, and one large tensor moves in several parts.
+    """
 
     def __init__(self, group: dist.ProcessGroup, dtype: str, clock: Clock) -> None:
         self.group, self.dtype, self.clock = group, DTYPES[dtype], clock
         self.seen = Exchanged()
         self.entered, self.handed = 0.0, 0
+        self.most = 0
+        """Elements of a buffer."""
+        self._lent: deque[tuple[Tensor, torch.futures.Future[Tensor]]] = deque()
 
     def begin(self) -> None:
         self.seen = Exchanged()
+
+    def narrowed(self, gradients: Tensor) -> torch.futures.Future[Tensor]:
+        """Sum ``gradients`` [n], n at most ``most``, in the reduce dtype, and put the sum back in them.
+
+        With all buffers lent, the stream of the backward (on a CPU its thread) waits for the first of them: the link
+        has the others to move meanwhile.
+        """
+        if len(self._lent) < REDUCES_IN_FLIGHT:
+            whole = torch.empty(self.most, dtype=self.dtype, device=gradients.device)
+        else:
+            whole, before = self._lent.popleft()
+            before.wait()
+        sent = whole[: gradients.numel()].copy_(gradients)
+        future = self.summed(sent, lambda: gradients.copy_(sent))
+        self._lent.append((whole, future))
+        return future
+
+    def summed(self, sent: Tensor, back: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        """Start the sum of ``sent`` over the ranks; its future gives what ``back`` does once it is there."""
+        seen = self.seen
+        seen.bytes += sent.nbytes
+        seen.buckets += 1
+        seen.dtypes.add(NAMES.get(sent.dtype, str(sent.dtype)))
+        span = [self.clock.now()]
+        seen.spans.append(span)
+
+        def done(future: torch.futures.Future[Any]) -> Tensor:
+            future.value()  # raises what the collective raised
+            span.append(self.clock.now())
+            return back()
+
+        return sum_over_ranks(sent, self.group).then(done)
 
 
 def wrap(model: nn.Module, reducer: Reducer, bucket_bytes: int) -> DistributedDataParallel:
@@ -66,31 +108,29 @@ def wrap(model: nn.Module, reducer: Reducer, bucket_bytes: int) -> DistributedDa
         gradient_as_bucket_view=True,
         **_KEEP_BUFFERS,
     )
+    reducer.most = staged_elements(bucket_bytes, sum(p.numel() for p in model.parameters() if p.requires_grad))
     parallel.register_comm_hook(reducer, reduce_bucket)
     return parallel
 
 
 def reduce_bucket(reducer: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Sum one bucket over the ranks, in the reduce dtype where that is narrower, and give it back in its own."""
-    seen: Exchanged = reducer.seen
-    reducer.entered, reducer.handed = time.monotonic(), reducer.handed + 1
+    hook: Reducer = reducer
+    hook.entered, hook.handed = time.monotonic(), hook.handed + 1
     gradients: Tensor = bucket.buffer()
-    narrower = reducer.dtype.itemsize < gradients.dtype.itemsize
-    sent = gradients.to(reducer.dtype) if narrower else gradients
-    seen.bytes += sent.nbytes
-    seen.buckets += 1
-    seen.dtypes.add(NAMES.get(sent.dtype, str(sent.dtype)))
-    span = [reducer.clock.now()]
-    seen.spans.append(span)
+    if hook.dtype.itemsize >= gradients.dtype.itemsize:
+        return hook.summed(gradients, lambda: gradients)
+    # In as few parts as can be, all about as large.
+    parts = gradients.tensor_split(-(-gradients.numel() // hook.most))
+    *earlier, last = [hook.narrowed(part) for part in parts]
 
-    def done(future: torch.futures.Future[Any]) -> Tensor:
-        future.value()  # raises what the collective raised
-        span.append(reducer.clock.now())
-        if narrower:
-            gradients.copy_(sent)
+    def whole(future: torch.futures.Future[Tensor]) -> Tensor:
+        future.value()
+        for other in earlier:
+            other.wait()
         return gradients
 
-    return sum_over_ranks(sent, reducer.group).then(done)
+    return last.then(whole)
 
 
 def sum_over_ranks(buffer: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Any]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 Value = int | float | str
 
 STACK_BYTES = 256 * 2**20
+REDUCES_IN_FLIGHT = 2  # sums over ranks in a narrower dtype that are under way at once
 """Of matrices of one shape that Muon iterates at a time, in fp32: enough to fill a card, and an iteration holds about
 three times as much besides. A larger stack of experts stands alone."""
 ALLOCATORS = {"expandable": "expandable_segments:True", "segments": "expandable_segments:False"}
@@ -232,3 +233,9 @@ class Workload(Protocol):
     def depth(self) -> str | None: ...
 
     def build(self, config: Mapping[str, Value], kernels: Mapping[str, str]) -> Any: ...
+
+
+def staged_elements(bucket_bytes: int, elements: int) -> int:
+    """Elements of each buffer that gradients are reduced through in a narrower dtype. A bucket of whole fp32 tensors
+    is mostly somewhat larger than its size says, and should not be cut for that."""
+    return min(elements, bucket_bytes * 3 // 2 // 4)

@@ -1,6 +1,7 @@
 """The golden plans under tests/cases/plans, made anew by hand when the planner is meant to plan otherwise:
 ``python tests/make_goldens.py``. With ``accounts`` the accounts of the presets under tests/cases/accounts first, when
-the model or its counting is meant to be otherwise. The difference is then read in review."""
+the model or its counting is meant to be otherwise. And docs/fits.md, which rests on both. The difference is then read
+in review."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
+import make_fits  # noqa: E402
 from planner.machine import catalogue  # noqa: E402
 from planner.passes.compile import compile_plan  # noqa: E402
 from schemas.form import render  # noqa: E402
@@ -42,3 +44,5 @@ if __name__ == "__main__":
         path(row).parent.mkdir(exist_ok=True)
         path(row).write_bytes(golden(row))
         print(path(row))
+    make_fits.PAGE.write_text(make_fits.page(), encoding="utf-8")
+    print(make_fits.PAGE)

@@ -196,7 +196,7 @@ def _ways(escape: str) -> list[dict[str, Any]]:
     """The changes that a refusal's way out asks for, each way's together."""
     ways = []
     for way in escape.split(", or "):
-        words = way.split(",")[0].split() if ", which" in way else way.split()
+        words = way.split(", which")[0].split() if ", which" in way else way.split()
         ways.append({})
         for option, text in zip(words[::2], words[1::2], strict=True):
             ways[-1] |= _WAYS[option](text)
@@ -209,7 +209,7 @@ def _ways(escape: str) -> list[dict[str, Any]]:
         ([18.5], {}, {"fit", "batch", "seq"}),
         ([40], {"fit": [9_000_000_000], "fit_policy": "in-order"}, {"fit"}),
         ([13], {"batch": 24, "dtype": ["fp32"], "fit": "auto"}, {"dtype", "batch", "seq"}),
-        ([15.6, 15.6], {"fit": "auto", "batch": 4}, {"reduce"}),
+        ([15.15, 15.15], {"fit": "auto", "batch": 4}, {"reduce"}),
         ([20, 40], {"capacity": [[80, None], [8, None]], "fit": "auto"}, {"capacity", "seq"}),
         ([20, 40], {"capacity": "equal", "batch": 64, "fit": "auto"}, {"capacity", "batch", "seq"}),
     ],

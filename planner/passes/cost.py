@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.door import STACK_BYTES, kernel_set
+from planner.door import REDUCES_IN_FLIGHT, STACK_BYTES, kernel_set, staged_elements
 from planner.passes.sharding import EVERY, TRAINED, Shards
 from schemas.form import Json
 
@@ -101,6 +101,7 @@ class Rank:
     newton_schulz: str  # the dtype of the matrices' updates
     adamw: str  # the variant of AdamW, where no mechanism puts another in its place
     reduce_bytes: int
+    bucket_bytes: int
     workspace: int  # bytes that the device's libraries hold throughout
     overhead: float  # what the allocator takes for a byte asked of it
     allocator: str  # "expandable", whose blocks are as large as what they hold, "segments", or "none" on a CPU
@@ -224,7 +225,7 @@ class Rank:
             "rounding": self._rounding(mechanisms),
             "staging": round(self._of_rows("staging", b, t, mechanisms)),
             "activations": sum(self.alive(b, t, mechanisms).values()),
-            "buckets": self.reduce_bytes * elements if self.world > 1 and self.reduce_bytes < GRADIENT_BYTES else 0,
+            "buckets": self._staged_bytes(elements),
             "update": self._update_bytes(mechanisms),
             "workspace": self.workspace,
         }
@@ -253,6 +254,13 @@ class Rank:
             "buckets": shards.sums(self.reduce_bytes, saved),
             "update": round(self._update_bytes(mechanisms) * shards.chunk()),
         }
+
+    def _staged_bytes(self, elements: int) -> int:
+        """Buffers that gradients go through where they are reduced in a narrower dtype than their own."""
+        if self.world == 1 or self.reduce_bytes >= GRADIENT_BYTES or not elements:
+            return 0
+        each = staged_elements(self.bucket_bytes, elements)
+        return self.reduce_bytes * each * min(REDUCES_IN_FLIGHT, -(-elements // each))
 
     def hosted(self, b: int, t: int, mechanisms: Collection[str] = ()) -> tuple[int, int]:
         """(bytes that mechanisms hold in host memory, how many of them are pinned). For a CPU nothing is pinned."""
@@ -318,7 +326,7 @@ def peaks(components: Mapping[str, float]) -> tuple[float, float]:
     state, buckets = sum(components[name] for name in STATE), components["buckets"]
     if "gathered" in components:  # FSDP2 lets all of these go at the end of backward
         return state + components["activations"] + components["gathered"] + buckets, state + components["update"]
-    # DDP holds a bucket's narrower copy until the next backward, so the optimizer runs beside it.
+    # The buffers that gradients are reduced through are held throughout.
     return state + components["activations"] + buckets, state + components["update"] + buckets
 
 

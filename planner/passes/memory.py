@@ -36,7 +36,7 @@ _WHY = {
     "staging": "rows of the step's windows and of the next, and their gradients, in place of the tables",
     "rounding": "a card's blocks are multiples of 2 MiB from 10 MiB on, where less than 1 MiB is left over",
     "activations": "the most bytes alive in forward and backward: the sum of what they are",
-    "buckets": "a narrower copy of the gradients while they are reduced; gradients lie in fp32 buckets",
+    "buckets": "buffers that gradients, which lie in fp32 buckets, are reduced through in a narrower dtype",
     "update": "temporaries of the update: the stacks' work, updates as sent and received, AdamW's",
     "gathered": "whole parameters in fp32: the root's, those of a unit, and the buffer of the next",
     "hosted": "what mechanisms keep in host memory: offloaded activations, tables and their moments",
@@ -114,6 +114,8 @@ def _sources(ledger: Ledger, account: Mapping[str, Json], base: str, mechanisms:
     found = dict.fromkeys(("staging", "hosted", "pinned", "activations"), shape)
     found |= {"masters": [total, *where], "gradients": [total, *where], "muon_momentum": [total]}
     found |= {"rounding": ["/workload/digest", *where], "adamw_state": [adamw, *changed], "buckets": [total, exchange]}
+    if "bucket_bytes" in ledger.draft["exchange"]:
+        found["buckets"] = [*found["buckets"], "/exchange/bucket_bytes"]
     found["update"] = ["/workload/digest", "/workload/config/ns_dtype", *changed]
     found |= {"tables_state": [tables, *where]} if account["parameters"]["tables"] else {}
     if is_sharded(ledger.draft):

@@ -76,6 +76,7 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         newton_schulz=config["ns_dtype"]["chosen"],
         adamw=config["adamw"]["chosen"] if "adamw" in config else "ieee",
         reduce_bytes=DTYPE_BYTES[exchange["reduce_dtype"]["chosen"]] if "reduce_dtype" in exchange else 4,
+        bucket_bytes=exchange["bucket_bytes"]["chosen"] if "bucket_bytes" in exchange else 0,
         workspace=int(workspace_of(draft, entry).value) if kind_of(draft, entry) == "cuda" else 0,
         overhead=constants.ALLOCATOR_OVERHEAD[allocator_of(draft)].value,
         allocator=allocator_of(draft),

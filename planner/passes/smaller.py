@@ -191,7 +191,7 @@ def _others(plan: Mapping[str, Json], request: Mapping[str, Json]) -> Iterator[W
         if used == {"fp32"} and all(entry["capability"][dtype]["value"] for entry in plan["ranks"]):
             yield Way(f"--dtype {dtype}", {"dtype": [dtype]})
     if plan["exchange"].get("reduce_dtype", {}).get("chosen") in ("bf16", "fp16"):
-        yield Way("--reduce fp32, which needs no narrower copy of the gradients", {"reduce": "fp32"})
+        yield Way("--reduce fp32, which needs no buffers for narrower gradients", {"reduce": "fp32"})
     if request["shard"] in (None, "none") and plan["workload"]["opt"]["chosen"] == "adamw":
         yield Way("--shard fsdp", {"shard": "fsdp"})
 
