@@ -33,7 +33,6 @@ def _gradients(model: nn.Module, call: Any, rank: int, step: int) -> list[torch.
 
 def _rank(rank: int, port: int, kind: str, dtype: str, results: Any) -> None:
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import TCPStore
 
     from executor.clock import Clock
     from executor.exchange import Reducer, wrap
@@ -41,7 +40,9 @@ def _rank(rank: int, port: int, kind: str, dtype: str, results: Any) -> None:
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    store = TCPStore("127.0.0.1", port, WORLD, is_master=rank == 0)
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not export it
+        "127.0.0.1", port, WORLD, is_master=rank == 0
+    )
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=WORLD)
     group = dist.group.WORLD
