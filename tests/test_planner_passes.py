@@ -19,7 +19,7 @@ from planner.passes.split import Group, assign_owners, split_samples
 from planner.refusals.rules import Refused
 from schemas.document import reading, tally, walk
 from schemas.form import render
-from schemas.seal import verify
+from schemas.seal import seal, verify
 from schemas.validate import refuse_other_shape
 from worlds import account, cases, fleet, record, request
 
@@ -142,6 +142,29 @@ def test_a_benchmark_tells_sizes_that_it_did_not_time(name: str, payload: float,
     rate = node["allreduce_rate"]["value"]
     ring = Rings(2, 1, rate, 0.0, curve=tuple(map(tuple, node["allreduce_curve"]["value"])), curve_rate=rate)
     assert ring.all_reduce(payload, 1) == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("launch", "speed", "width", "regime"),
+    [
+        (1e-3, 1e15, 16, "launch-bound"),
+        (1e-9, 1e10, 16, "compute-bound"),
+        (1e-9, 1e17, 1, "link-bound"),
+    ],
+)
+def test_the_regime_names_what_the_step_is_made_of_and_why(
+    launch: float, speed: float, width: int, regime: str
+) -> None:
+    found = fleet(speed, speed)
+    for device in found["devices"].values():
+        device["launch_seconds"] = reading(launch, "s", "benchmarked", "made up")
+        device["pcie_width_current"] = reading(width, "", "declared", "made up")
+    item = compile_plan(request(), seal(found), account())["step"]["regime"]
+    assert item["value"] == regime
+    shares = {word.split()[0]: float(word.split()[1].rstrip("%")) for word in item["why"].split(";")[0].split(", ")}
+    assert set(shares) == {"launch", "compute", "link"} and sum(shares.values()) == pytest.approx(100, abs=2)
+    assert max(shares, key=lambda name: shares[name]) == regime.removesuffix("-bound")
+    assert ("until the two are even" in item["why"]) is (regime == "launch-bound")
 
 
 def test_a_benchmarked_node_predicts_its_own_all_reduce() -> None:

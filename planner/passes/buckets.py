@@ -50,7 +50,8 @@ def _between(rows: Sequence[Row], payload: int) -> int:
     place = bisect_left(payloads, payload)
     (p0, p1), (b0, b1) = payloads[place - 1 : place + 1], (row["bucket_bytes"] for row in rows[place - 1 : place + 1])
     share = math.log(payload / p0) / math.log(p1 / p0)
-    return round(float(b0) * float(b1 / b0) ** share)
+    size: float = b0 * (b1 / b0) ** share
+    return round(size)
 
 
 def _slower(row: Row) -> list[dict[str, Json]]:

@@ -178,35 +178,70 @@ def _fleet(ledger: Ledger) -> None:
 
 
 def _regime(ledger: Ledger) -> None:
-    """What the step's time is mostly made of, on the rank that computes longest."""
+    """What the step's time is mostly made of, on the rank that computes longest: the host's launches, the device's work
+    (products, and bytes of its own memory), or what travels (between ranks, or to host memory and back)."""
     if ledger.value("/step/seconds") is None:
         ledger.put("/step/regime", unknown("", "the step's time is unknown", inputs=["/step/seconds"]))
         return
-    entry = max(ledger.draft["ranks"], key=lambda entry: entry["step"]["compute"]["value"])
+    place = max(
+        range(len(ledger.draft["ranks"])), key=lambda place: ledger.value(f"/ranks/{place}/step/compute") or 0.0
+    )
+    entry = ledger.draft["ranks"][place]
     times = {name: item["value"] for name, item in entry["step"].items() if item["unit"] == "s"}
-    parts = _compute_parts(kind_of(ledger.draft, entry), entry, times["compute"])
-    parts["optimizer"] = times["optimizer"]
-    if "exchange" in times:
-        parts["exchange"] = times["exchange"] + times.get("owners", 0)
+    kind = kind_of(ledger.draft, entry)
+    parts = {"launch": 0.0, "compute": 0.0, "link": times.get("exchange", 0.0) + times.get("owners", 0.0)}
+    for part, prefix in (("compute", ""), ("optimizer", "optimizer_")):
+        for name, share in _shares(kind, entry, prefix).items():
+            parts[name] += share * times[part]
     name = max(parts, key=lambda key: parts[key])
     shares = ", ".join(f"{key} {value / times['total']:.0%}" for key, value in parts.items())
-    ledger.put("/step/regime", reading(f"{name}-bound", "", "computed", shares, inputs=["/step/seconds"]))
+    why = f"{shares}{_of_launches(kind, entry, name == 'launch')}"
+    ledger.put("/step/regime", reading(f"{name}-bound", "", "computed", why, inputs=["/step/seconds"]))
 
 
-def _compute_parts(kind: str, entry: Mapping[str, Json], compute: float) -> dict[str, float]:
-    """``compute`` seconds by what they go to. On a GPU launches hide work or work hides launches, so one is left."""
-    products, bandwidth, launch = (entry["rates"][name]["value"] for name in _RATES)
-    if None in (products, bandwidth, launch):
-        return {"compute": compute}
-    work = {key: item["value"] for key, item in entry["demand"].items()}
-    parts = {"product": work["flops"] / products, "memory": work["bytes"] / bandwidth}
-    launching = launch * work["launches"]
-    if kind == "cpu":
-        parts["launch"] = launching
-    elif launching >= sum(parts.values()):
-        parts = {"launch": launching}
-    total = sum(parts.values())
-    return {key: value / total * compute for key, value in parts.items()}
+def _modelled(entry: Mapping[str, Json], prefix: str) -> dict[str, float] | None:
+    """Seconds that launches, products and copies of one half of a rank's step take each for itself; None: unknown."""
+    rates = {name: item["value"] for name, item in entry["rates"].items()}
+    if None in [rates[name] for name in _RATES]:
+        return None
+    work = {key: entry["demand"].get(prefix + key, {"value": 0.0})["value"] for key in ("flops", "bytes", "launches")}
+    carried = {key: entry["demand"].get(prefix + key, {"value": 0.0})["value"] for key in _CARRIED}
+    return {
+        "launch": work["launches"] * rates["launch"],
+        "compute": work["flops"] / rates["products"] + work["bytes"] / rates["bandwidth"],
+        "link": carried["link"] / (rates.get("host_link") or math.inf),
+        "rows": carried["host_rows"] * (rates.get("host_row") or 0.0),
+    }
+
+
+def _shares(kind: str, entry: Mapping[str, Json], prefix: str) -> dict[str, float]:
+    """What the seconds of one half of a rank's step go to. Of a card's three at a time the longest shows; the rows of
+    tables in host memory come after them."""
+    times = _modelled(entry, prefix)
+    if times is None or not any(times.values()):
+        return {"compute": 1.0}
+    rows, found = times.pop("rows"), times
+    if kind != "cpu":
+        longest = max(times, key=lambda key: times[key])
+        found = {longest: times[longest]}
+    found = {**found, "link": found.get("link", 0.0) + rows}
+    total = sum(found.values())
+    return {name: value / total for name, value in found.items()}
+
+
+def _of_launches(kind: str, entry: Mapping[str, Json], binds: bool) -> str:
+    """The numbers that tell a launch-bound step from another."""
+    times = _modelled(entry, "")
+    if times is None:
+        return ""
+    count, cost = entry["demand"]["launches"]["value"], entry["rates"]["launch"]["value"]
+    told = (
+        f"; forward and backward launch {count:.0f} operators, {1e6 * cost:.3g} us each: {1e3 * times['launch']:.3g} ms"
+    )
+    told += f", beside {1e3 * times['compute']:.3g} ms of work"
+    if kind == "cpu" or not binds or times["launch"] <= times["compute"]:
+        return told
+    return f"{told}: more work a step costs little until the two are even"
 
 
 def _verdict(ledger: Ledger) -> None:
