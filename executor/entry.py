@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -67,17 +68,19 @@ def compose(
     } | ({} if resumed is None else {"resumed": dict(resumed)})
 
 
-def keep(plan: Mapping[str, Json], path: Path, run_dir: Path, entry: Mapping[str, Json]) -> str | None:
-    """Record ``entry`` into the plan at ``path``, which is made of ``plan`` where there is none.
+def keep(
+    plan: Mapping[str, Json], path: Path, run_dir: Path, entry: Mapping[str, Json], new: bool = True
+) -> str | None:
+    """Record ``entry`` into the plan at ``path``; where a ``new`` one may be made there, of ``plan``.
 
     Where that cannot be done, the plan with its run goes to ``run_dir``/record-ID.json, or to the system's folder of
     temporary files; then gives a message that says so, why, and how to add it.
     """
     try:
-        record(path, plan, entry)
+        record(path, plan, entry, new)
     except (OSError, Unfaithful) as error:
         why = f"could not be recorded in {path} ({error})"
-        return f"{why}; {_aside(plan, path, run_dir, entry, isinstance(error, Unfaithful))}"
+        return f"{why}; {_aside(plan, path, run_dir, entry, os.path.lexists(path) and isinstance(error, Unfaithful))}"
     return None
 
 

@@ -144,6 +144,7 @@ class _Run:
         self.stopping = Stopping(self.meeting.anyone_ended)
         self.keeper: resume.Keeper | None = None
         self.hold = Hold()
+        self.new_record = places.record is not None and not os.path.lexists(places.record)
         self.peers = Peers(rank, [])
         self.failed = False
         self.sharded = self.exchange.shard == "fsdp"
@@ -499,7 +500,7 @@ class _Run:
                     outcome, reason, {**self._given(), self.rank.rank: mine} if gathered is None else gathered
                 )
                 if self.places.record is not None:
-                    unkept = keep(self.plan, self.places.record, self.places.run_dir, entry)
+                    unkept = keep(self.plan, self.places.record, self.places.run_dir, entry, self.new_record)
                     notice = "; it ".join(filter(None, (notice, unkept))) or None
                 if gathered is None and self.leave is not None:
                     self.peers.kill(self.meeting.silent())

@@ -13,10 +13,16 @@ def say(text: str, out: IO[str] | None = None) -> None:
     """One message on stderr (or ``out``); where that takes no more, nothing is written there from then on."""
     stream = sys.stderr if out is None else out
     try:
-        print(f"dormouse: {text}", file=stream, flush=True)
+        print(f"dormouse: {_shown(text)}", file=stream, flush=True)
     except (OSError, ValueError):  # ValueError: it was closed
         if out is None:
             _close_ears()
+
+
+def _shown(text: str) -> str:
+    """``text`` with what would steer a terminal shown as its code: a plan's words are told too. Lines stay lines."""
+    marks = (mark if mark.isprintable() or mark == "\n" else mark.encode("unicode_escape").decode() for mark in text)
+    return "".join(marks)
 
 
 def _close_ears() -> None:

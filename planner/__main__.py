@@ -50,7 +50,8 @@ def _abandon_stdout() -> None:
 
 
 def _said(message: str, code: int = UNUSABLE) -> int:
-    print(f"dormouse-plan: {message}", file=sys.stderr)
+    shown = (mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in message)
+    print(f"dormouse-plan: {''.join(shown)}", file=sys.stderr)  # a document's words must not steer the terminal
     return code
 
 

@@ -73,15 +73,17 @@ def write(path: str | os.PathLike[str], document: Json) -> None:
     sync_folder(target.parent)
 
 
-def record(path: str | os.PathLike[str], plan: Mapping[str, Json], run: Mapping[str, Json]) -> None:
+def record(path: str | os.PathLike[str], plan: Mapping[str, Json], run: Mapping[str, Json], new: bool = True) -> None:
     """Append ``run`` to ``plan`` where it lies: at ``path``, under the same seal, with the runs recorded meanwhile.
 
-    Where nothing lies there, the plan is put there with the run. Two recorders take turns by a lock on the folder.
-    Raises Unfaithful when another plan lies there now, or when the plan with this run could not be read back; OSError
-    when it cannot be written.
+    Where nothing lies there and a ``new`` one may, the plan is put there with the run. Two recorders take turns by a
+    lock on the folder. Raises Unfaithful when another plan lies there now, or none any more, or when the plan with this
+    run could not be read back; OSError when it cannot be written.
     """
     target, digest = Path(os.path.realpath(path)), plan["seal"]["digest"]
     with _locked(target.parent):
+        if not new and not target.exists():
+            raise Unfaithful(f"{path}: was removed while its run went on")
         there = load(target) if target.exists() else plan
         if there["seal"]["digest"] != digest:
             raise Unfaithful(f"{path}: was replaced while its run went on (seal {there['seal']['digest'][:12]} now)")

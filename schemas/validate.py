@@ -67,7 +67,25 @@ def _said(error: ValidationError) -> str:
 
 @cache
 def _load(filename: str) -> Json:
-    return json.loads(files("schemas").joinpath(filename).read_text(encoding="utf-8"))
+    return _to_the_end(json.loads(files("schemas").joinpath(filename).read_text(encoding="utf-8")))
+
+
+def _to_the_end(schema: Json) -> Json:
+    """``schema`` with patterns that end where the text does: Python's $ lets a newline follow, JSON Schema's not."""
+    if isinstance(schema, list):
+        return [_to_the_end(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _to_the_end(part) for key, part in schema.items()}
+    if isinstance(found.get("pattern"), str):
+        found["pattern"] = _ended(found["pattern"])
+    if "patternProperties" in found:
+        found["patternProperties"] = {_ended(key): part for key, part in found["patternProperties"].items()}
+    return found
+
+
+def _ended(pattern: str) -> str:
+    return pattern.replace("$", r"\Z")  # no pattern here has a dollar sign that is meant as one
 
 
 @cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.views.words import clean
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -17,5 +19,5 @@ class Refusal:
     escape: str
 
     def text(self) -> str:
-        head = f"refused ({self.code}): {self.asked}"
-        return f"{head}\n  found:  {self.found}\n  why:    {self.why}\n  to fix: {self.escape}"
+        asked, found, why, escape = map(clean, (self.asked, self.found, self.why, self.escape))
+        return f"refused ({self.code}): {asked}\n  found:  {found}\n  why:    {why}\n  to fix: {escape}"

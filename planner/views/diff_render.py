@@ -52,7 +52,7 @@ def as_markdown(document: Mapping[str, Json]) -> str:
 
 
 def _bar(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(clean(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def heading(document: Mapping[str, Json]) -> str:

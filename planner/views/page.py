@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from planner.views.words import clean
+
 Row = tuple[Sequence[str], str]
 """The cells of a row of a table, and the style of its first cell and verdicts ("" for none)."""
 
@@ -30,7 +32,8 @@ class _Console(Console):
 
 
 class Page:
-    """What `show`, `diff` and the summary write on. Texts are shown as they are: no markup is read in them."""
+    """What `show`, `diff` and the summary write on. Texts are shown as they are: no markup is read in them, and what is
+    not printed is shown as its code."""
 
     def __init__(self, stream: TextIO, width: int | None = None) -> None:
         """``width`` in columns is the terminal's own where None; a file has none and takes lines of any length."""
@@ -40,7 +43,7 @@ class Page:
 
     def line(self, text: str = "", style: str = "") -> None:
         """One line of text, wrapped between words on a terminal."""
-        for part in self._wrapped(text, ""):
+        for part in self._wrapped(clean(text), ""):
             self._print(part, style)
 
     def title(self, text: str) -> None:
@@ -50,6 +53,7 @@ class Page:
 
     def table(self, names: Sequence[str], rows: Sequence[Row]) -> None:
         """A table with column ``names``: cells wrap between words, and nothing is left out."""
+        rows = [([clean(cell) for cell in cells], style) for cells, style in rows]
         filled = [([cell or NOTHING for cell in cells], style) for cells, style in rows]
         columns = [[name, *(cells[place] for cells, _ in filled)] for place, name in enumerate(names)]
         widths = self._widths(columns)
