@@ -30,9 +30,9 @@ UNITS = st.lists(st.builds(lambda tensors: {"name": "u", "tensors": tensors}, st
 
 
 @cache
-def adamw() -> dict[str, Any]:
-    """The recorded account of tiny as one made for AdamW: every matrix goes its route."""
-    found = account()
+def adamw(name: str = "tiny") -> dict[str, Any]:
+    """A recorded account as one made for AdamW: every matrix goes its route."""
+    found = account(name)
     found["made_from"]["opt"] = "adamw"
     for counts in (found["parameters"], found["tensors"], found["blocks"]):
         counts["adamw"] += counts["muon"]
@@ -42,9 +42,9 @@ def adamw() -> dict[str, Any]:
     return seal({**found, "matrices": []})
 
 
-def planned(cards: int = 2, **asked: Any) -> dict[str, Any]:
+def planned(cards: int = 2, of: str = "tiny", **asked: Any) -> dict[str, Any]:
     where = record() if cards == 0 else fleet(*[1e14] * cards)
-    return compile_plan(request(opt="adamw", **asked), where, copy.deepcopy(adamw()))
+    return compile_plan(request(opt="adamw", **asked), where, copy.deepcopy(adamw(of)))
 
 
 def value(plan: dict[str, Any], *path: str) -> Any:
@@ -127,11 +127,14 @@ def test_cpu_ranks_wait_for_all_that_they_exchange() -> None:
 
 
 def test_sharding_fits_where_the_whole_model_does_not() -> None:
-    budget = round(value(planned(4), "ranks", "0", "memory", "peak") * 0.97)
-    asked: dict[str, Any] = {"fit": [round(budget / 0.9)], "mechanisms": None}
+    sizes: dict[str, Any] = {"of": "b1", "batch": 1, "seq": 128}
+    whole, shared = (
+        value(planned(4, **sizes, **more), "ranks", "0", "memory", "peak") for more in ({}, {"shard": "fsdp"})
+    )
+    asked = {**sizes, "fit": [round((whole + shared) / 2 / 0.9)], "mechanisms": None}
     plan = planned(4, shard="fsdp", **asked)
-    assert value(plan, "ranks", "0", "memory", "peak") <= budget
     assert plan["fit"]["mechanisms"]["chosen"] == [] and plan["ranks"][0]["mechanisms"]["chosen"] == []
+    assert value(plan, "ranks", "0", "memory", "peak") <= value(plan, "ranks", "0", "memory", "limit") < whole
 
 
 def test_a_mechanism_that_does_not_go_with_sharding_is_refused_by_its_name_or_left_out_of_a_choice() -> None:

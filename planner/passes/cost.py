@@ -225,7 +225,7 @@ class Rank:
             "rounding": self._rounding(mechanisms),
             "staging": round(self._of_rows("staging", b, t, mechanisms)),
             "activations": sum(self.alive(b, t, mechanisms).values()),
-            "buckets": self._staged_bytes(elements),
+            "buckets": 0 if self.shards else self._staged_bytes(elements),
             "update": self._update_bytes(mechanisms),
             "workspace": self.workspace,
         }
