@@ -288,6 +288,8 @@ class _Run:
             held = self._held()  # the metrics are there only now where this is the folder's first run
             if held is not None:
                 raise InUse(held)
+            if self.rank.size > 1:
+                self.reporter.say(self._rungs())
             found = self.fleet.tried()
             slow = None if found is None else trial.crawl(found, self.exchange)
             if slow is not None:
@@ -372,6 +374,15 @@ class _Run:
             trial.SECONDS,
             lambda: kind(self.rank, self.data.token_weight, self.exchange, self.clock, self.store, watched),
         )
+
+    def _rungs(self) -> str:
+        """What each rank computes in, alike ones together, and what gradients are reduced in."""
+        alike: dict[str, list[str]] = {}
+        for rank, row in enumerate(self.rows):
+            name = row["device"].get("name") or "a device that tells no name"
+            alike.setdefault(f"{rank_slice(self.plan, rank).dtype} on {name}", []).append(str(rank))
+        each = (f"rank{'s' * (len(found) > 1)} {', '.join(found)} in {what}" for what, found in alike.items())
+        return f"starting: {'; '.join(each)}; gradients are reduced in {self.exchange.reduce_dtype}"
 
     def _check_reduced(self) -> None:
         """The bytes reduced and their dtype are the planned ones, on every rank or on none. Raises RunFailed."""

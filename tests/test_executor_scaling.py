@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ from executor.optim.scaler import Scaler
 from executor.optim.tables import HostTables, Tables
 from executor.peaks import probe
 from executor.reporter import Mute
-from executor.slices import DataSlice, RankSlice, Source, WorkSlice
+from executor.run import _Run
+from executor.slices import DataSlice, RankSlice, Source, WorkSlice, exchange_slice
 from executor.workloads import RUNTIME, configure, values
 from planner.door import BadWorkload
 from schemas.seal import seal
@@ -307,13 +309,41 @@ def unlike(folder: Path, dtypes: tuple[str, str], **settings: Any) -> Any:
     return ranks.run(seal(body), plans.corpus(folder), folder / "-".join(dtypes))
 
 
-def test_ranks_of_fp16_and_fp32_train_as_one(folder: Path) -> None:
-    mixed, exact = (unlike(folder, dtypes) for dtypes in (("fp16", "fp32"), ("fp32", "fp32")))
+@pytest.fixture(scope="module")
+def exact(folder: Path) -> Any:
+    return unlike(folder, ("fp32", "fp32"))
+
+
+def test_ranks_of_fp16_and_fp32_train_as_one(folder: Path, exact: Any) -> None:
+    mixed = unlike(folder, ("fp16", "fp32"))
     assert [result["outcome"] for result in mixed] == ["finished"] * 2, mixed[0]["reason"]
     assert mixed[0]["fingerprints"] == mixed[1]["fingerprints"]
     assert mixed[0]["entry"]["measured"]["/ranks/0/dtype @0"]["value"] == "fp16"
     worst = float(np.abs(np.subtract(mixed[0]["losses"], exact[0]["losses"])).max())
     assert 0 < worst < 5e-3
+
+
+@pytest.mark.parametrize(("rungs", "bound"), [(("bf16", "fp32"), 2e-2), (("bf16", "fp16"), 3e-2)])
+def test_mixed_rungs_that_were_asked_for_are_counted_told_and_train_as_one(
+    rungs: tuple[str, str], bound: float, folder: Path, exact: Any
+) -> None:
+    text = plans.corpus(folder)
+    made = plans.plan(text, 2, {"loss_scale": "1024"}, steps=12, batch=3, capacity="equal", dtype=list(rungs))
+    assert made["counts"]["dtype"] == {rung: int(rung in rungs) for rung in ("bf16", "fp16", "fp32")}
+    assert made["exchange"]["reduce_dtype"]["chosen"] == "fp32"  # loses neither
+    assert made["exchange"]["reduce_dtype"]["outcome"] == "fallback" and made["counts"]["fallbacks"] >= 1
+    mixed = ranks.run(made, text, folder / "-".join(rungs))
+    assert [result["outcome"] for result in mixed] == ["finished"] * 2, mixed[0]["reason"]
+    assert mixed[0]["fingerprints"] == mixed[1]["fingerprints"] and len(mixed[0]["fingerprints"]) == 12
+    measured = mixed[0]["entry"]["measured"]
+    ran = [measured[f"/ranks/{place}/dtype @{place}"]["value"] for place in (0, 1)]
+    assert (*ran, measured["/exchange/reduce_dtype"]["value"]) == (*rungs, "fp32")
+    assert 0 < float(np.abs(np.subtract(mixed[0]["losses"], exact[0]["losses"])).max()) < bound
+    (name,) = {device["name"]["value"] for device in made["fleet"]["devices"].values()}
+    rows = [{"device": {"name": name}}, {"device": {}}]
+    told = _Run._rungs(SimpleNamespace(plan=made, rows=rows, exchange=exchange_slice(made)))  # type: ignore[arg-type]
+    assert told.startswith(f"starting: rank 0 in {rungs[0]} on {name}; rank 1 in {rungs[1]} on a device that tells no")
+    assert told.endswith("; gradients are reduced in fp32")
 
 
 def test_an_overflow_on_one_rank_is_skipped_by_all(folder: Path) -> None:
