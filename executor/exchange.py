@@ -66,6 +66,10 @@ class Reducer:
     def begin(self) -> None:
         self.seen = Exchanged()
 
+    def held(self) -> list[Tensor]:
+        """The buffers, which are kept from step to step."""
+        return [whole for whole, _ in self._lent]
+
     def narrowed(self, gradients: Tensor) -> torch.futures.Future[Tensor]:
         """Sum ``gradients`` [n], n at most ``most``, in the reduce dtype, and put the sum back in them.
 

@@ -69,6 +69,7 @@ class Fleet(Protocol):
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]: ...
     def begin(self) -> None: ...
     def exchanged(self) -> Exchanged | None: ...
+    def held(self) -> list[Tensor]: ...
     def owners_bytes(self) -> int | None: ...
     def tried(self) -> Trial | None: ...
     def waited(self) -> float: ...
@@ -116,6 +117,9 @@ class Alone:
 
     def exchanged(self) -> Exchanged | None:
         return None
+
+    def held(self) -> list[Tensor]:
+        return []
 
     def owners_bytes(self) -> int | None:
         return None
@@ -243,6 +247,10 @@ class Ranks:
 
     def exchanged(self) -> Exchanged | None:
         return self._reducer.seen
+
+    def held(self) -> list[Tensor]:
+        """What of a step's exchange is kept for the next one's."""
+        return self._reducer.held()
 
     def owners_bytes(self) -> int | None:
         return None if self._sharing is None else self._sharing.bytes

@@ -403,7 +403,7 @@ class _Run:
         state = [tensor for tensors in self.optimizers.state().values() for tensor in tensors]
         tables = self.optimizers.tables
         hosted = 0 if tables is None or self.rank.kind != "cpu" else tables.state_bytes().get("tables_host", 0)
-        return hosted + storage_bytes([*parameters, *gradients, *self.model.buffers(), *state])
+        return hosted + storage_bytes([*parameters, *gradients, *self.model.buffers(), *state, *self.fleet.held()])
 
     def _stopped(self, stop: BaseException) -> tuple[str, str, bool]:
         """A signal: the user's to every rank, or torchrun's to those that are left when one fails."""
