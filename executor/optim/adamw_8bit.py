@@ -24,7 +24,7 @@ from executor.optim.steps import gradients_of
 from planner.door import CHUNK_BYTES
 
 BLOCK = 256
-CPU_CHUNK_BYTES = 2**18  # on a CPU bitsandbytes computes in fp32 tensors of its own, 20 B an element of a chunk
+CPU_CHUNK_BYTES = 2**17  # on a CPU bitsandbytes computes in fp32 tensors of its own, 20 B an element of a chunk
 LEAST_ELEMENTS = 4096  # of a tensor with 8-bit moments: bitsandbytes' own bound
 
 
