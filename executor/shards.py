@@ -158,9 +158,12 @@ def _rows(parameter: nn.Parameter) -> nn.Parameter:
 def keep_gradients(model: nn.Module, rows: dict[str, nn.Parameter]) -> None:
     """Give each parameter the gradient that it keeps from step to step, and its rows the same memory.
 
-    After the smoke launch, which tells a parameter that no gradient reached by its having none.
+    After the smoke launch, which tells a parameter that no gradient reached by its having none. Raises RuntimeError
+    where FSDP2 has moved a parameter meanwhile: its rows would be updated and never gathered.
     """
     for name, parameter in model.named_parameters():
+        if own(parameter).untyped_storage().data_ptr() != rows[name].untyped_storage().data_ptr():
+            raise RuntimeError(f"{name} lies elsewhere than when it was sharded")
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
             rows[name].grad = own(parameter.grad)

@@ -130,6 +130,13 @@ def test_a_gate_of_ranks_that_share_a_model_catches_its_fault(folder: Path, case
             identity_gate(together(folder, 2, fault=case["name"]))
 
 
+def test_recomputed_blocks_are_gathered_again_and_change_no_bit(folder: Path) -> None:
+    plan = plans.with_values(planned(folder, 2), {"/ranks/0/mechanisms": ["recompute"]})
+    results = ranks.run(plan, plans.corpus(folder), folder / "recompute")
+    assert results[0]["outcome"] == "finished", results[0]["reason"]
+    assert results[0]["fingerprints"] == together(folder, 2)[0]["fingerprints"]
+
+
 def test_a_run_holds_and_moves_what_was_planned(folder: Path) -> None:
     plan, results = planned(folder, 3), together(folder, 3)
     entry = results[0]["entry"]

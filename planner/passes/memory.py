@@ -90,12 +90,13 @@ def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: boo
 
 
 def _activations(ledger: Ledger, memory: str, alive: Mapping[str, int], inputs: list[str]) -> None:
-    """What is alive at the peak of forward and backward, each part a reading, and their sum."""
+    """What is alive at the peak of forward and backward, each part a reading, and their sum. Where whole parameters
+    come and go among them, no instrument tells the parts apart."""
+    apart = not is_sharded(ledger.draft)
     for name, nbytes in alive.items():
         why = _ALIVE.get(name, "kept for backward by this part of the model, counted without memory")
-        ledger.compute(
-            f"{memory}/alive/{name}", "B", lambda *_, nbytes=nbytes: nbytes, inputs, why, measurable=name not in _ALIVE
-        )
+        seen = apart and name not in _ALIVE
+        ledger.compute(f"{memory}/alive/{name}", "B", lambda *_, n=nbytes: n, inputs, why, measurable=seen)
     parts = [f"{memory}/alive/{name}" for name in alive]
     ledger.compute(f"{memory}/activations", "B", lambda *values: sum(values), parts, _WHY["activations"])
 
