@@ -38,8 +38,8 @@ class Exchanged:
 
     bytes: int = 0
     dtypes: set[str] = field(default_factory=set)
-    spans: list[list[Moment]] = field(default_factory=list)
     buckets: int = 0
+    spans: list[list[Moment]] = field(default_factory=list)
     gathered: int = 0
     blocking: bool = False
 

@@ -157,7 +157,7 @@ def test_what_of_spans_lies_before_a_moment_counts_alone() -> None:
 
 def test_an_exchange_is_hidden_up_to_the_launch_of_its_last_bucket() -> None:
     """Three buckets of one, two and one seconds; the last is launched while the second still travels."""
-    seen = Exchanged(4, {"fp32"}, 3, [[1.0, 2.0], [3.0, 5.0], [4.0, 6.0]])
+    seen = Exchanged(4, {"fp32"}, buckets=3, spans=[[1.0, 2.0], [3.0, 5.0], [4.0, 6.0]])
     meter = Meter(Clock("cpu"), probe("cpu", 9, lambda: 0), 0, lambda: seen)
     meter._moments = [0.0, 6.0, 7.0]
     meter._keep(seen)
