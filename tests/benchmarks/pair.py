@@ -6,6 +6,7 @@ from which ``--unpack FILE`` goes on elsewhere. `summary.md` sets what was foret
 
 | part | what is run |
 |---|---|
+| one | small, medium and b1 on the first card alone |
 | nvlink, staged | medium and b1 as the cards are joined, and through host memory (NCCL_P2P_DISABLE=1) |
 | calibrated | medium over both again, by what the first runs measured |
 | small | small on one card and on two, at one global batch and at twice it |
@@ -40,7 +41,7 @@ from statistics import median
 from typing import Any
 
 HOME = Path(__file__).resolve().parents[2]
-COMMAND_SECONDS = 170
+COMMAND_SECONDS = 200
 MOST_RANKS = 2
 _CASES, _WRAPPER, _SUMMARY = "cases.json", "second.sh", "summary.md"
 
@@ -110,6 +111,7 @@ class Pair:
 
     folder: Path
     setting: Setting
+    more: Sequence[str] = ()  # words of every plan besides
     cases: dict[str, Case] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -143,7 +145,7 @@ class Pair:
         held = self.cases.get(name)
         if held is not None and not held.fault:
             return held
-        words = [*words, "--set", "keep_model=none", "--set", "log_every=100"]
+        words = [*words, *self.more, "--set", "keep_model=none", "--set", "log_every=100"]
         found = Case(name, _told(environ, ["dormouse-plan", *words], f"> {file}"))
         start = time.monotonic()
         try:
@@ -240,6 +242,12 @@ def _sharing(pair: Pair) -> Iterator[Environ]:
         subprocess.run(control, input=b"quit\n", env={**os.environ, **environ}, check=False, timeout=60)
 
 
+def one(pair: Pair) -> None:
+    for model in ("small", "medium", "b1"):
+        words = ["--devices", pair.record("one", _first(pair), ranks=1), *pair.setting.models[model]]
+        pair.case(f"one-{model}", words, _first(pair))
+
+
 def nvlink(pair: Pair) -> None:
     for model in ("medium", "b1"):
         pair.case(f"pair-{model}", ["--devices", pair.record("pair"), *pair.setting.models[model]])
@@ -261,9 +269,8 @@ def calibrated(pair: Pair) -> None:
 
 
 def small(pair: Pair) -> None:
-    one = pair.record("one", _first(pair), ranks=1)
-    words = pair.setting.models["small"]
-    pair.case("small-one", ["--devices", one, *words, "--batch", "16"], _first(pair))
+    words, alone = pair.setting.models["small"], pair.record("one", _first(pair), ranks=1)
+    pair.case("small-one", ["--devices", alone, *words, "--batch", "16"], _first(pair))
     for name, batch in (("same", "8"), ("twice", "16")):
         pair.case(f"small-pair-{name}", ["--devices", pair.record("pair"), *words, "--batch", batch])
 
@@ -349,6 +356,7 @@ def mixed(pair: Pair) -> None:
 
 
 PARTS: dict[str, Callable[[Pair], None]] = {
+    "one": one,
     "nvlink": nvlink,
     "staged": staged,
     "calibrated": calibrated,
@@ -453,6 +461,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="takes plans, records and the summary")
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART[,...]", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--cpu", action="store_true", help="CPU ranks and a tiny model, to see that it works")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="for every plan, as the planner"
+    )
     parser.add_argument("--pack", type=Path, metavar="FILE", help="an archive of all that was made")
     parser.add_argument("--unpack", type=Path, metavar="FILE", help="go on from such an archive")
     options = parser.parse_args()
@@ -464,7 +475,8 @@ def main() -> None:
             archive.extractall(options.out, filter="data")
     if options.cpu:  # one core for all, so that a rank alone has as many threads as beside another
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    pair = Pair(options.out.resolve(), CPUS if options.cpu else CARDS)
+    more = [word for setting in options.set for word in ("--set", setting)]
+    pair = Pair(options.out.resolve(), CPUS if options.cpu else CARDS, more)
     try:
         for part in parts:
             start = time.monotonic()
