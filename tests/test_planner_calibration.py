@@ -99,6 +99,14 @@ def test_a_card_of_unknown_rates_is_known_by_its_run() -> None:
     assert 0.35 < twice["ranks"][0]["step"]["compute"]["value"] < 0.55
 
 
+def test_an_exchange_teaches_nothing_of_another_path() -> None:
+    for name, taught in (("h200-pair", True), ("h200-pair-staged", False)):
+        before = compile_plan(request(), record("h200-pair"), account())
+        found = compile_plan(request(calibrate=rows(_measured(before, 2.0), "plan.json")), record(name), account())
+        refuse_other_shape(found, "plan")
+        assert ("all_reduce" in found["exchange"].get("calibration", {})) is taught
+
+
 def test_a_run_on_a_part_of_a_card_does_not_speak_of_the_whole_card() -> None:
     found = fleet(1e14, 1e14)
     for device, left in zip(found["devices"].values(), (132, 33), strict=True):

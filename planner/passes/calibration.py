@@ -22,7 +22,7 @@ from schemas.form import Json, Unfaithful, six
 _WORK = ("flops", "bytes", "launches")
 # What must be equal for a measured rank, and for a measured exchange, to speak of a planned one.
 _RANK_ALIKE = ("device", "threads", "workload", "dtype", "kernels", "seq")
-_LINK_ALIKE = ("devices", "world", "backend")
+_LINK_ALIKE = ("devices", "world", "backend", "path")
 
 Point = tuple[float, float, float, float]
 """(batch, ratio, its low, its high)"""
@@ -71,6 +71,7 @@ def _traits(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> dict[str, J
         "kernels": sorted(f"{name}={choice['chosen']}" for name, choice in entry["kernels"].items()),
         "world": sum(len(other["members"]) for other in draft["ranks"]),
         "backend": draft["exchange"]["backend"]["chosen"],
+        "path": draft["exchange"].get("path", {"value": None})["value"],
     }
 
 
