@@ -1,8 +1,9 @@
-"""The conditions of a run: clocks, temperature and throttling of rank 0's card, each a value or why there is none."""
+"""The conditions of a run: clocks, temperature and throttling of each card in the middle of the run, each a value or why
+there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from planner.machine import nvml
@@ -34,6 +35,15 @@ def seen(kind: str, device: str, cards: Any = None) -> dict[str, dict[str, Json]
     }
     found = {name: _ask(module, call) for name, call in asked.items()}
     module.nvmlShutdown()
+    return found
+
+
+def of_ranks(ranks: Mapping[int, Mapping[str, Json]]) -> dict[str, Json]:
+    """The conditions of all ``ranks`` by name; those of others than rank 0 are NAME @RANK where there is a value."""
+    missed = {name: {"value": None, "reason": "the run did not come to its middle"} for name in _ON_CPU}
+    found: dict[str, Json] = {**missed, **ranks.get(0, {})}
+    for rank, rows in sorted(ranks.items()):
+        found |= {f"{name} @{rank}": row for name, row in rows.items() if rank and row["value"] is not None}
     return found
 
 

@@ -51,6 +51,7 @@ _LOST = re.compile(f"gloo|nccl|connection|{_LATE.pattern}", re.I)  # and of one 
 _CULPRIT_SECONDS = 3.0  # a rank that fails by itself says so before its connections close
 _GATHER_SECONDS = 20.0  # ranks that left the loop together come within a moment, or not at all
 _GIVEN_SECONDS = PATIENCE_SECONDS + 1.5  # and those that end each by itself leave what they measured, or not at all
+_CONDITIONS = "conditions"  # beside what a rank measured
 _READ_SECONDS = 2.0  # what a card whose queue hangs has to answer
 
 
@@ -140,6 +141,7 @@ class _Run:
         self.rows: list[Json] = []
         self.ran: dict[str, Json] = {}
         self.meter: Meter | None = None
+        self.conditions: dict[str, Json] = {}
         self.meeting, self.store = meet(rank, self.rank.size)
         self.stopping = Stopping(self.meeting.anyone_ended)
         self.keeper: resume.Keeper | None = None
@@ -305,10 +307,17 @@ class _Run:
         )  # fmt: skip
         self.fleet.wait()
         with self.stopping.training(), self._watched(self.meter):
-            train(parts, self.work, self.data, self.progress, self.observe)
+            train(parts, self.work, self.data, self.progress, self._after)
         if self.sharded:
             self._leave_together()
         self.fleet.close()
+
+    def _after(self, step: int, loss: float, model: nn.Module) -> None:
+        """What is done after each step."""
+        if step == self.work.steps // 2:  # under load: when the run is over a card's clocks have fallen
+            self.conditions = conditions.seen(self.rank.kind, self.rank.device)
+        if self.observe is not None:
+            self.observe(step, loss, model)
 
     def _watched(self, meter: Meter) -> AbstractContextManager[Any]:
         if self.leave is None:
@@ -562,13 +571,13 @@ class _Run:
         return dict(enumerate(found))
 
     def _entry(self, outcome: str, reason: str | None, ranks: Mapping[int, Json]) -> dict[str, Json]:
-        seen = {rank: rows for rank, rows in ranks.items() if rows is not None}
+        seen = {rank: {**rows} for rank, rows in ranks.items() if rows is not None}
+        found = conditions.of_ranks({rank: rows.pop(_CONDITIONS) for rank, rows in seen.items()})
         lines = measured.lines(self.plan, seen, f"the run {outcome} before the rank gave its measurements")
         return compose(
             self.name, self.start, outcome, reason, self.progress,
             (self.print or fingerprint(self.model)) if outcome == "finished" else None,
-            self.rows, self._source(), conditions.seen(self.rank.kind, self.rank.device) | pressure(self.rank.kind),
-            *lines, self._resumed(),
+            self.rows, self._source(), found | pressure(self.rank.kind), *lines, self._resumed(),
         )  # fmt: skip
 
     def _resumed(self) -> dict[str, Json] | None:
@@ -589,7 +598,7 @@ class _Run:
             self.ran,
             self.fleet.tried(),
         )
-        return measured.of_rank(seen)
+        return {**measured.of_rank(seen), _CONDITIONS: self.conditions}
 
     def _source(self) -> str:
         # Before the plan's workload is known, the digest is of the executor alone, as a preset's is.

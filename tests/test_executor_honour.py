@@ -11,7 +11,7 @@ import torch
 
 import plans
 from executor import build, honour, smoke
-from executor.conditions import seen
+from executor.conditions import of_ranks, seen
 from executor.run import Outcome, Places, execute
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
 from planner.refusals.rules import Refused
@@ -185,3 +185,14 @@ def test_conditions_of_a_card_are_asked_one_by_one() -> None:
     assert found["clocks"] == {"value": "1410 MHz", "reason": None}
     assert found["temperature"] == {"value": None, "reason": "NVML: Not Supported"}
     assert found["throttling"] == {"value": "0x4", "reason": None}
+
+
+def test_conditions_of_every_card_are_told_and_those_of_a_run_that_ended_early_are_not_known() -> None:
+    rows = [{"clocks": {"value": f"{clock} MHz", "reason": None}} for clock in (1980, 1410)]
+    found = of_ranks({0: rows[0], 1: rows[1], 2: seen("cpu", "cpu-0")})
+    assert {name: item["value"] for name, item in found.items() if item["value"]} == {
+        "clocks": "1980 MHz", "clocks @1": "1410 MHz",
+    }  # fmt: skip
+    early = of_ranks({0: {}, 1: {}})
+    assert set(early) == {"clocks", "temperature", "throttling"}
+    assert {item["reason"] for item in early.values()} == {"the run did not come to its middle"}
