@@ -1,5 +1,5 @@
-"""The conditions of a run: clocks, temperature and throttling of each card in the middle of the run, each a value or why
-there is none."""
+"""The conditions of a run: clocks, temperature and throttling of each card in the middle of the run, each a value or
+why there is none."""
 
 from __future__ import annotations
 

@@ -34,12 +34,14 @@ _KEEP_BUFFERS: dict[str, Any] = {
 class Exchanged:
     """What one step handed to the sums over ranks: bytes, their dtypes, how many sums (``buckets``), and a (launch,
     completion) a collective. ``gathered``: bytes of parameters made whole, where they are sharded. ``blocking``: the
-    rank waited for each collective where it launched it, so that none was hidden."""
+    rank waited for each collective where it launched it, so that none was hidden. ``stalls``: (start, end) of each time
+    that backward waited for a collective meanwhile."""
 
     bytes: int = 0
     dtypes: set[str] = field(default_factory=set)
     buckets: int = 0
     spans: list[list[Moment]] = field(default_factory=list)
+    stalls: list[tuple[Moment, Moment]] = field(default_factory=list)
     gathered: int = 0
     blocking: bool = False
 
@@ -80,7 +82,9 @@ class Reducer:
             whole = torch.empty(self.most, dtype=self.dtype, device=gradients.device)
         else:
             whole, before = self._lent.popleft()
+            start = self.clock.now()
             before.wait()
+            self.seen.stalls.append((start, self.clock.now()))
         sent = whole[: gradients.numel()].copy_(gradients)
         future = self.summed(sent, lambda: gradients.copy_(sent))
         self._lent.append((whole, future))

@@ -16,7 +16,7 @@ PARTS = ("compute", "exchange", "optimizer", "owners", "total")
 @dataclass
 class Samples:
     """Seconds of each measured step by part, and of its all-reduces (``reduced``), launch to completion; the share of
-    those that lies before the last bucket's launch, while backward still computes, is ``hidden``."""
+    those that lies before the last one's launch, while backward still computes, is ``hidden``."""
 
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     reduced: list[float] = field(default_factory=list)
@@ -48,10 +48,10 @@ class Meter:
     """Told of each step's phases by the loop; keeps the samples of steps that are inside the measuring window.
 
     compute: from the step's start to the launch of its last collective, or to the end of backward where nothing is
-    exchanged. exchange: from there to the end of backward, waiting for slower ranks included; where every collective
-    holds the rank up, all of them are exchange, and the rest is compute. owners: the sending of
-    owners' updates. optimizer: the rest (norm, clipping, updates, their application). A run that goes on from step
-    ``start`` warms up anew: ``first`` of its own steps are outside the window.
+    exchanged. exchange: from there to the end of backward, waiting for slower ranks included, and what backward waited
+    for a buffer before; where every collective holds the rank up, all of them are exchange, and the rest is compute.
+    owners: the sending of owners' updates. optimizer: the rest (norm, clipping, updates, their application). A run that
+    goes on from step ``start`` warms up anew: ``first`` of its own steps are outside the window.
     """
 
     def __init__(
@@ -109,8 +109,10 @@ class Meter:
         launched = seen.spans[-1][0] if seen is not None and seen.spans else backward
         owners = self.clock.seconds(self._moments[2], self._moments[3]) if len(self._moments) == 5 else 0.0
         exchanged = self.clock.seconds(launched, backward)
+        stalled = 0.0 if seen is None else self.clock.union(seen.stalls, launched)
         if seen is not None and seen.blocking:
             exchanged = self.clock.union(seen.whole_spans())
+        exchanged += stalled
         seconds = {
             "compute": self.clock.seconds(start, backward) - exchanged,
             "exchange": exchanged,
@@ -125,4 +127,5 @@ class Meter:
             reduced = self.clock.union(spans)
             self.samples.reduced.append(reduced)
             hides = reduced > 0 and not seen.blocking
-            self.samples.hidden.append(self.clock.union(spans, launched) / reduced if hides else 0.0)
+            behind = self.clock.union(spans, launched) - stalled
+            self.samples.hidden.append(max(0.0, behind) / reduced if hides else 0.0)

@@ -163,6 +163,10 @@ def test_an_exchange_is_hidden_up_to_the_launch_of_its_last_bucket() -> None:
     meter._keep(seen)
     assert meter.samples.reduced == [4.0] and meter.samples.hidden == [0.5]  # 1 + 1 of 1 + 3
     assert meter.samples.parts["compute"] == [4.0] and meter.samples.parts["exchange"] == [2.0]
+    seen.stalls = [(3.5, 4.0)]  # backward waited for the second: so much of it is not hidden, and is no compute
+    meter._keep(seen)
+    assert meter.samples.hidden == [0.5, 0.375]
+    assert meter.samples.parts["compute"][1:] == [3.5] and meter.samples.parts["exchange"][1:] == [2.5]
 
 
 def test_a_rank_that_gave_nothing_is_absent_with_the_reason(tmp_path: Path) -> None:
