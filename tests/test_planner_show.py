@@ -214,3 +214,12 @@ def test_an_amount_reads_as_a_person_would_write_it(value: Any, unit: str, text:
 def test_rank_numbers_are_drawn_together() -> None:
     assert words.ranks([0]) == "0"
     assert words.ranks([3, 0, 1, 2, 7]) == "0-3, 7"
+
+
+def test_what_engaged_mechanisms_save_and_cost_is_shown_and_nothing_where_none_is() -> None:
+    plain, engaged = worlds.compiled(), worlds.compiled(mechanisms=["recompute"])
+    assert "Mechanisms engaged" not in _shown(plain)
+    text = _shown(engaged)
+    worth = engaged["ranks"][0]["worth"]["recompute"]
+    assert "Mechanisms engaged" in text
+    assert f"saves {words.told(worth['saves'])}, costs {words.told(worth['costs'])}" in text

@@ -32,6 +32,7 @@ def show(plan: Plan, page: Page) -> None:
     _fleet(plan, page)
     _ranks(plan, page)
     _memory(plan, page)
+    _worth(plan, page)
     _step(plan, page)
     _exchange(plan, page)
     _choices(plan, page)
@@ -133,6 +134,23 @@ def _alive(known: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     for name in sorted(largest, key=lambda name: -largest[name]):
         cells = [told(alive[name]) if name in alive else "" for alive in known]
         yield [f"  {name.replace('_', ' ')}", *cells], ""
+
+
+def _worth(plan: Plan, page: Page) -> None:
+    """What each mechanism engaged saves and costs, beside the others."""
+    known = [rank.get("worth", {}) for rank in plan["ranks"]]
+    names = dict.fromkeys(name for worth in known for name in worth)
+    if not names:
+        return
+    page.title("Mechanisms engaged")
+    rows: list[Row] = []
+    for name in names:
+        cells = [
+            f"saves {told(worth[name]['saves'])}, costs {told(worth[name]['costs'])}" if name in worth else ""
+            for worth in known
+        ]
+        rows.append(([name, *cells], ""))
+    page.table(("mechanism", *_headings(plan)), rows)
 
 
 def _step(plan: Plan, page: Page) -> None:
