@@ -4,6 +4,8 @@ have, and go on from a checkpoint to the very bits that a run which was never st
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -283,3 +285,26 @@ def test_two_cards_that_share_a_model_pass_the_gate(tmp_path: Path, dtype: str) 
     command += ["executor.gate", "--device", "cuda", "--shard", "fsdp", "--opt", "adamw", "--dtype", dtype]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_two_cards_that_share_a_model_hold_and_move_what_was_planned(tmp_path: Path, dtype: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two cards")
+    sizes = {"layers": 6, "width": 1024, "heads": 16, "ffn": 4096, "kda": "chunk_torch", "warmup_steps_unmeasured": 2}
+    keys = [word for key, size in sizes.items() for word in ("--set", f"{key}={size}")]
+    asked = ["--model", "tiny", "--opt", "adamw", "--shard", "fsdp", "--dtype", dtype, "--batch", "4", "--seq", "256"]
+    planner = [sys.executable, "-m", "planner", *asked, "--steps", "12", *keys]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    plan = tmp_path / "plan.json"
+    plan.write_bytes(subprocess.run(planner, cwd=tmp_path, env=environ, capture_output=True, check=True).stdout)
+    command = [sys.executable, "-m", "executor", "plan.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=540, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(plan.read_bytes())["runs"][-1]["measured"]
+    for label in ("/exchange/payload", "/exchange/gathered", "/exchange/buckets", "/ranks/0/memory/masters @1"):
+        assert measured[label]["value"] == measured[label]["predicted"], label
+    for label in ("backward_peak", "optimizer_peak"):
+        line = measured[f"/ranks/0/memory/{label} @0"]
+        assert line["value"] == pytest.approx(line["predicted"], rel=0.05), label

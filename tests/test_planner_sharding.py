@@ -135,6 +135,9 @@ def test_sharding_fits_where_the_whole_model_does_not() -> None:
     plan = planned(4, shard="fsdp", **asked)
     assert plan["fit"]["mechanisms"]["chosen"] == [] and plan["ranks"][0]["mechanisms"]["chosen"] == []
     assert value(plan, "ranks", "0", "memory", "peak") <= value(plan, "ranks", "0", "memory", "limit") < whole
+    with pytest.raises(Refused) as refused:
+        planned(4, **sizes, fit=[round(1.1 * shared / 0.9)])
+    assert "does-not-fit" in refused.value.text() and "or --shard fsdp" in refused.value.text()
 
 
 def test_a_mechanism_that_does_not_go_with_sharding_is_refused_by_its_name_or_left_out_of_a_choice() -> None:
