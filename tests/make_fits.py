@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 from planner.machine import catalogue  # noqa: E402
-from planner.passes.cost import COMPONENTS  # noqa: E402
+from planner.passes.cost import COMPONENTS, STATE  # noqa: E402
 from planner.passes.order import draft_of  # noqa: E402
 from planner.refusals.of_plans import does_not_fit  # noqa: E402
 from schemas.seal import seal  # noqa: E402
@@ -83,7 +83,8 @@ def planned(row: Row, policy: str) -> tuple[dict[str, Any], str | None]:
 
 def page() -> str:
     made = {(row, policy): planned(row, policy) for row in ROWS for policy in POLICIES}
-    return "\n".join([HEAD, *_outcomes(made), *_ways(made), COMPONENTS_SAID, *_components(made), ""])
+    parts = [*_outcomes(made), *_ways(made), *_pair(made), COMPONENTS_SAID, *_components(made)]
+    return "\n".join([HEAD, *parts, ""])
 
 
 def _outcomes(made: dict[Any, Any]) -> list[str]:
@@ -113,6 +114,29 @@ def _ways(made: dict[Any, Any]) -> list[str]:
     lines = ["", "Where it does not fit, the nearest changes that would, each of them planned:", ""]
     ways = {row.name: made[row, "cheapest"][1] for row in ROWS if made[row, "cheapest"][1] is not None}
     return [*lines, *[f"- {name}: {way}" for name, way in ways.items()]]
+
+
+def _pair(made: dict[Any, Any]) -> list[str]:
+    """b1 on two cards of 16 GB: what was foretold and what is counted, side by side as sums."""
+    (row,) = (row for row in ROWS if row.cards.endswith("x2") and row.foretold)
+    draft, _ = made[row, "cheapest"]
+    memory = draft["ranks"][0]["memory"]
+    parts = [
+        name for name in (*STATE, "activations", "buckets") if round(memory.get(name, {}).get("value", 0) / GIBI, 2)
+    ]
+    counted = " + ".join(f"{memory[name]['value'] / GIBI:.2f} {name.replace('_', ' ')}" for name in parts)
+    alive = sorted(memory["alive"].items(), key=lambda item: -item[1]["value"])[:2]
+    most = " and ".join(f"{item['value'] / GIBI:.2f} {name.replace('_', ' ')}" for name, item in alive)
+    return [
+        "",
+        f"{row.name}, in GiB, a rank:",
+        "",
+        "- foretold: 3.99 masters + 3.99 gradients + 1.24 muon momentum in bf16 + 2.99 tables state + 0.31 activations"
+        " and AdamW's state = 12.52",
+        f"- counted, with {engaged(draft)}: {counted} = {memory['backward_peak']['value'] / GIBI:.2f}, of"
+        f" {memory['limit']['value'] / GIBI:.2f} that may be filled. Of the activations {most}. A rank keeps the"
+        " momentum of the matrices that it owns, half of all.",
+    ]
 
 
 def _components(made: dict[Any, Any]) -> list[str]:
