@@ -112,6 +112,7 @@ class Pair:
     folder: Path
     setting: Setting
     more: Sequence[str] = ()  # words of every plan besides
+    until: float = float("inf")  # no case is begun later
     cases: dict[str, Case] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -145,6 +146,8 @@ class Pair:
         held = self.cases.get(name)
         if held is not None and not held.fault:
             return held
+        if time.monotonic() > self.until:
+            raise _Over
         words = [*words, *self.more, "--set", "keep_model=none", "--set", "log_every=100"]
         found = Case(name, _told(environ, ["dormouse-plan", *words], f"> {file}"))
         start = time.monotonic()
@@ -193,6 +196,10 @@ class Pair:
         return plan["step"]["global_batch"]["value"] / median(walls) if walls else None
 
 
+class _Over(Exception):
+    """The time that was given is over."""
+
+
 class _Failed(Exception):
     """A command did not end well. The message is its last line."""
 
@@ -215,9 +222,11 @@ def done(command: Sequence[str], folder: Path, environ: Environ) -> subprocess.C
     try:
         out, err = started.communicate(timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)
-        started.communicate()
         raise _Failed(f"no end within {COMMAND_SECONDS} s: {' '.join(command)}") from None
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.communicate()
     if started.returncode:
         lines = err.decode("utf-8", "replace").strip().splitlines() or ["no message"]
         ours = [line for line in lines if line.startswith(("dormouse", "refused"))]
@@ -464,6 +473,7 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="for every plan, as the planner"
     )
+    parser.add_argument("--minutes", type=float, default=1e9, metavar="M", help="no case is begun after so many")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="an archive of all that was made")
     parser.add_argument("--unpack", type=Path, metavar="FILE", help="go on from such an archive")
     options = parser.parse_args()
@@ -476,12 +486,15 @@ def main() -> None:
     if options.cpu:  # one core for all, so that a rank alone has as many threads as beside another
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     more = [word for setting in options.set for word in ("--set", setting)]
-    pair = Pair(options.out.resolve(), CPUS if options.cpu else CARDS, more)
+    pair = Pair(options.out.resolve(), CPUS if options.cpu else CARDS, more, time.monotonic() + 60 * options.minutes)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: SIGTERM"))
     try:
         for part in parts:
             start = time.monotonic()
             PARTS[part](pair)
             print(f"{time.monotonic() - start:6.1f} s  part {part}", flush=True)
+    except _Over:
+        print(f"the time is over before {part} was done: the same command goes on", flush=True)
     finally:
         (pair.folder / _SUMMARY).write_text(summary(pair))
         if options.pack is not None:
