@@ -35,6 +35,8 @@ from schemas.store import LARGEST_DOCUMENT_BYTES, sync_folder
 
 FORMAT, VERSION = "dormouse.checkpoint", 1
 DOCUMENT, MODEL = "checkpoint.json", "model.safetensors"
+FINAL = "final"
+"""The folder, in a run's, of the model that it left."""
 CHUNK_BYTES = 2**26
 """What is copied to the host, written and digested at a time."""
 CODES = {
@@ -172,7 +174,9 @@ def read_facts(folder: Path) -> dict[str, Json]:
             raise BadCheckpoint(f"{path}: is larger than {LARGEST_DOCUMENT_BYTES} bytes, which no document is")
         document = parse(path.read_bytes(), str(path))
     except OSError as error:
-        raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from None
+        left = folder / FINAL
+        hint = f" (a run leaves its model in {left})" if (left / DOCUMENT).is_file() else ""
+        raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}{hint}") from None
     except Unfaithful as error:
         raise BadCheckpoint(str(error)) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:

@@ -538,7 +538,7 @@ class _Run:
 
     def _keep_model(self) -> str | None:
         """Leave the trained model in the run's folder; why it could not be, where it could not."""
-        folder = self.places.run_dir / "final"
+        folder = self.places.run_dir / checkpoint.FINAL
         try:
             checkpoint.save(folder, self.model, {**self._facts(), "steps": self.progress.steps})
         except Exception as error:  # told with the outcome: whatever it is, the run must still be recorded

@@ -323,8 +323,8 @@ def test_a_kernel_asked_for_where_it_cannot_run_is_refused_and_auto_falls_back_c
     ("sm", "chosen", "outcome"),
     [
         *[(sm, "bf16", "default") for sm in ("12.0", "8.9", "8.6", "8.0")],
-        *[(sm, "fp16", "default") for sm in ("7.5", "7.0", "6.1", "5.3")],
-        ("5.2", "fp32", "fallback"),
+        *[(sm, "fp16", "default") for sm in ("7.5", "7.0", "6.0", "5.3")],
+        *[(sm, "fp32", "fallback") for sm in ("6.1", "5.2")],
     ],
 )
 def test_auto_takes_the_best_rung_a_card_has_and_counts_what_it_gave_up(sm: str, chosen: str, outcome: str) -> None:

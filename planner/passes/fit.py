@@ -70,8 +70,8 @@ class _Decided:
                 self.asked,
                 self._own(pick),
                 (why if search.off else self._fits(place, pick)) + self.by_name,
-                outcome=self.outcome,
-                inputs=[f"/ranks/{place}/memory/limit"],
+                outcome="granted" if self.fell_back else self.outcome,  # the fleet's decision tells of the one fallback
+                inputs=[] if search.off else [f"/ranks/{place}/memory/limit"],
                 rejected=[] if search.off else self._other_sets(place, pick),
             )
             for name in pick.mechanisms:

@@ -19,6 +19,9 @@ FROM: dict[str, tuple[tuple[int, int] | None, str]] = {
     "triton_moe": ((8, 0), "the grouped product's operands are bf16"),
     "fla_kda": ((5, 3), "the fused kernel's operands are fp16 or wider"),
 }
+# Compute capabilities that multiply fp16 by this share of their fp32 rate (arithmetic throughput, CUDA C++ programming
+# guide): native, and no gain. The P100 beside them (sm_60) has twice its fp32 rate.
+SLOW_FP16 = {"6.1": "1/64"}
 # Triton generates code from sm_70 on; it documents support from sm_80, and below that its products use no tensor cores.
 TRITON_FROM = (7, 0)
 # Machine code in bitsandbytes' library for CUDA 13.

@@ -9,7 +9,7 @@ from planner.passes.calibration import calibrate_ranks
 from planner.passes.kernels import put_kernel
 from planner.passes.layout import device_pointer, per_rank
 from planner.passes.ledger import Ledger
-from planner.passes.legality import is_gtx16, legal
+from planner.passes.legality import SLOW_FP16, is_gtx16, legal
 from planner.passes.link import lane_rate
 from planner.passes.mechanisms import kinds_of
 from planner.passes.ranks import sharing, world_size
@@ -86,17 +86,24 @@ def _below_bf16(ledger: Ledger, base: str, device: str, asked: str | None) -> No
     half, bf16, fp16 = (ledger.value(f"{where}/fp16"), *(resolve(ledger.draft, source)["why"] for source in inputs))
     rejected = [{"option": "bf16", "why": bf16}]
     found = f"bf16={int(bool(ledger.value(f'{where}/bf16')))} fp16={int(bool(half))}"
-    if half and not is_gtx16(ledger.value(f"{device}/name")):
+    slow = SLOW_FP16.get(ledger.value(f"{device}/sm") or "")
+    if half and slow is None and not is_gtx16(ledger.value(f"{device}/name")):
         why = f"{found}: {fp16}; the loss is scaled"
         ledger.decide(f"{base}/dtype", asked, "fp16", why, inputs=inputs, rejected=rejected)
         return
-    if half:
+    if slow is not None:
+        inputs.append(f"{device}/sm")
+        fp16 = f"{fp16}, at {slow} of the rate of fp32: asked for, it halves what activations take, and gains no time"
+    elif half:
         fp16 = (
             "a GTX 16xx has it and was seen to give NaN in it: not before a finite check on this very card has passed"
         )
     rejected.append({"option": "fp16", "why": fp16})
     why = f"{found}: fp32 is what is left"
     ledger.decide(f"{base}/dtype", asked, "fp32", why, outcome="fallback", inputs=inputs, rejected=rejected)
+
+
+MOST_THREADS = 4096  # as the plan's schema has it
 
 
 def _threads(ledger: Ledger, base: str, device: str) -> None:
@@ -110,7 +117,7 @@ def _threads(ledger: Ledger, base: str, device: str) -> None:
     why = f"{cores} cores shared by {ranks} rank{'s' if ranks > 1 else ''}"
     if cores < ranks:
         why += ": fewer cores than ranks, so each has but a share of one"
-    ledger.decide(f"{base}/threads", None, max(1, cores // ranks), why, inputs=[f"{device}/cores"])
+    ledger.decide(f"{base}/threads", None, max(1, min(cores // ranks, MOST_THREADS)), why, inputs=[f"{device}/cores"])
 
 
 def _drop_kernel_keys(ledger: Ledger, account: Mapping[str, Json]) -> None:

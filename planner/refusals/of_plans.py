@@ -201,6 +201,23 @@ def moe_capacity_fleet(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         )
 
 
+def loss_scale_idle(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    """A scale of losses that no rank scales."""
+    if any(entry["dtype"]["chosen"] == "fp16" for entry in plan["ranks"]):
+        return
+    for name in ("loss_scale", "loss_scale_growth"):
+        row = plan["workload"]["config"].get(name)
+        if row is not None and row["asked"] is not None:
+            dtypes = sorted({entry["dtype"]["chosen"] for entry in plan["ranks"]})
+            yield Refusal(
+                "loss-scale-idle",
+                f"--set {name}={row['asked']:g}",
+                f"ranks that compute in {' and '.join(dtypes)}",
+                "losses are scaled where a rank computes in fp16, so it would change nothing",
+                f"leave {name} out, or compute in fp16: --dtype fp16",
+            )
+
+
 def adamw_fused(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     row = plan["workload"]["config"].get("adamw")
     cards = all(device["kind"] == "cuda" for device in plan["fleet"]["devices"].values())

@@ -75,6 +75,7 @@ RULES: tuple[Rule, ...] = (
         "a capacity of experts on a fleet, where the split would change the model",
         refusals_plan.moe_capacity_fleet,
     ),
+    Rule("loss-scale-idle", "plan", "a scale of losses without a rank in fp16", refusals_plan.loss_scale_idle),
     Rule("adamw-fused", "plan", "torch's fused AdamW over unlike devices", refusals_plan.adamw_fused),
     Rule(
         "allocator-unfit",
