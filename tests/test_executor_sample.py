@@ -201,6 +201,7 @@ def test_a_kernel_that_does_not_run_here_is_replaced_and_that_is_said(tmp_path: 
     ("words", "code", "said"),
     [
         (["nowhere"], 2, "nowhere/checkpoint.json: cannot be read: No such file or directory"),
+        (["."], 2, "checkpoint.json: cannot be read: No such file or directory (a run leaves its model in "),
         (["final", "--device", "cuda"], 3, "refused: --device cuda: no card is visible here"),
         (["final", "--temperature", "-1"], 2, "'-1' must be a number of 0 or more"),
         (["final", "--top-k", "0"], 2, "'0' must be a whole number within 1 and 256"),
