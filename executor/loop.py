@@ -129,6 +129,7 @@ def train(
         every = work.config["fingerprint_every"]
         if parts.fleet.size > 1 and (_due(step, every) or (last and every)):
             _compare(parts, step, progress)
+        parts.meter.pause()
         progress.steps, progress.final_loss = step + 1, loss if math.isfinite(loss) else progress.final_loss
         if observe is not None:
             observe(step, loss, parts.model)

@@ -62,7 +62,7 @@ class Meter:
         self._moments: list[Moment] = []
         self._step = 0
         self.under_way: int | None = None
-        """The step that is neither done nor skipped yet, counted from 0."""
+        """The step that ranks are in together, counted from 0; None where they may wait for each other for long."""
 
     def begin(self, step: int) -> None:
         self.under_way, self._step = step, step - self._start
@@ -86,7 +86,6 @@ class Meter:
 
     def end(self, owners_bytes: int | None) -> None:
         self.clock.settle()
-        self.under_way = None
         self.probe.end()
         if self._step < self._first or self.probe.disturbs(self._step):
             return
@@ -97,8 +96,11 @@ class Meter:
     def skipped(self) -> None:
         """The step was not applied: it is no sample."""
         self.clock.settle()
-        self.under_way = None
         self.probe.end()
+
+    def pause(self) -> None:
+        """The step is over for all ranks: what comes before the next one has no deadline."""
+        self.under_way = None
 
     def step_seconds(self) -> float:
         """Seconds of the step that just ended."""

@@ -117,7 +117,9 @@ def test_a_rank_that_is_gone_or_does_not_come_is_named_and_recorded(
     assert said(done.stderr) == [f"dormouse: failed: {cause}"]
     (run,) = load(path)["runs"]
     assert (done.returncode, run["outcome"], run["reason"], run["steps"]) == (4, "failed", cause, 3)
-    lines = next(tmp_path.glob("runs/*/metrics.jsonl")).read_text().splitlines()
+    metrics = next(tmp_path.glob("runs/*/metrics.jsonl"))
+    assert time.time() - metrics.stat().st_mtime < 25  # torchrun waits 30 s for a rank that hears no SIGTERM
+    lines = metrics.read_text().splitlines()
     assert {json.loads(line)["run"] for line in lines} == {run["id"]}
 
 
@@ -159,12 +161,13 @@ def test_a_run_that_is_stopped_says_so_and_no_more(
         assert again["resumed"] == {"id": run["id"], "steps": run["steps"]}
 
 
+@pytest.mark.parametrize(("ranks", "steps", "newest"), [(1, 4, 4), (2, 3, 2)])
 def test_a_second_ctrl_c_leaves_at_once_though_a_rank_hangs(
-    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]]
+    tmp_path: Path, faulty: Callable[..., tuple[Path, Path]], ranks: int, steps: int, newest: int
 ) -> None:
-    path, data = faulty(2, steps=200, settings={"log_every": 1, "checkpoint_every": 2})
-    process = _started(tmp_path, path, data, FAULT="deaf 1", PATIENT="1")
-    _until(process, "step   3/200")
+    path, data = faulty(ranks, steps=200, settings={"log_every": 1, "checkpoint_every": 2})
+    process = _started(tmp_path, path, data, FAULT=f"deaf {ranks - 1}", PATIENT="1")
+    _until(process, f"step   {steps}/200")
     start = time.monotonic()
     for wait in (0.5, ECHO_SECONDS + 0.3):
         time.sleep(wait)
@@ -172,8 +175,8 @@ def test_a_second_ctrl_c_leaves_at_once_though_a_rank_hangs(
     rest = process.communicate(timeout=60)[1]
     assert time.monotonic() - start < 15  # the exchange has 20 s
     (run,) = load(path)["runs"]
-    assert said(rest) == ["dormouse: stopped: SIGINT after 3 steps; --resume goes on after step 2"]
-    assert (process.returncode, run["outcome"], run["steps"]) == (4, "stopped", 3)
+    assert said(rest) == [f"dormouse: stopped: SIGINT after {steps} steps; --resume goes on after step {newest}"]
+    assert (process.returncode, run["outcome"], run["steps"]) == (4, "stopped", steps)
 
 
 def test_a_rank_that_hears_nothing_is_ended_too_when_another_is_killed(
