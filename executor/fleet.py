@@ -32,7 +32,7 @@ from executor.slices import ExchangeSlice, RankSlice
 from executor.trial import Trial
 
 SETUP_TIMEOUT = timedelta(minutes=30)
-STEP_TIMEOUT = timedelta(seconds=20)
+STEP_TIMEOUT = timedelta(seconds=15)
 """What a rank waits for another in a step, beyond the time that the plan says the step takes."""
 UNKNOWN_STEP_SECONDS = 60.0
 

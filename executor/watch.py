@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 PATIENCE_SECONDS = 2.0
 """What a rank's own thread has to notice by itself that another rank has ended."""
-STOPPED_SECONDS = 21.0
+STOPPED_SECONDS = 16.0
 """How long another rank may be stopped (SIGSTOP), at a save too, where ranks wait for each other without a deadline."""
 _POLL_SECONDS = 0.25
 _LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"])
