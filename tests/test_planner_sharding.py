@@ -14,7 +14,7 @@ from planner.passes.compile import compile_plan
 from planner.passes.cost import waited_seconds
 from planner.passes.link import Rings, ring_volume
 from planner.passes.moves import Moves
-from planner.passes.sharding import Shards
+from planner.passes.sharding import EVERY, Shards
 from planner.refusals.rules import Refused
 from schemas.seal import seal
 from worlds import account, fleet, record, request
@@ -57,14 +57,15 @@ def value(plan: dict[str, Any], *path: str) -> Any:
 @given(UNITS, st.integers(1, 7))
 def test_a_rank_holds_the_padded_rows_that_chunks_leave_it(units: list[dict[str, Any]], world: int) -> None:
     """Against dealing rows out one by one, as torch.chunk does."""
-    held = 0
+    held = least = 0
     for row in (row for unit in units for row in unit["tensors"]):
         size = -(-row["rows"] // world)
         dealt = [min(size, max(0, row["rows"] - rank * size)) for rank in range(world)]
         assert sum(dealt) == row["rows"]
         held += max(dealt) * row["row"] * row["count"]
+        least += dealt[-1] * row["row"] * row["count"]
     shards = Shards(units, world)
-    assert shards.held() == held
+    assert (shards.held(), shards.least(EVERY)) == (held, least)
     assert sum(shards.gathers()[0]) == 4 * world * held
     assert sum(shards.scatters(2)) == 2 * world * shards.held(("adamw", "tables"))
     assert shards.rounding() >= 0 and 0 <= shards.chunk() <= 1

@@ -17,8 +17,8 @@ from planner.passes.cost import (
 )
 from planner.passes.ledger import Ledger
 from planner.passes.ranks import elements_of, owned_by, rank_facts, workspace_of
-from planner.passes.sharding import is_sharded
-from schemas.document import reading
+from planner.passes.sharding import TRAINED, is_sharded
+from schemas.document import reading, resolve
 from schemas.form import Json
 
 _ALIVE = {
@@ -52,6 +52,13 @@ _SHARDED = {
     "update": "temporaries of the update of this rank's rows",
 }
 
+# Those kept for a rank's own rows alone, of which the last rank may have fewer: bytes an element, and whose.
+_OF_ROWS = {
+    "gradients": (GRADIENT_BYTES, TRAINED),
+    "adamw_state": (ADAMW_BYTES, ("adamw",)),
+    "tables_state": (TABLES_BYTES, ("tables",)),
+}
+
 
 def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: bool) -> None:
     """Put entry ``place``'s memory by component, both peaks, what mechanisms hold in host memory and, on a CPU, what
@@ -76,6 +83,10 @@ def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: boo
             ledger.compute(
                 f"{memory}/{name}", "B", lambda *_, name=name: found[name], sources[name], why, measurable=measurable
             )
+            if rank.shards and name in _OF_ROWS:
+                each, routes = _OF_ROWS[name]
+                item = resolve(ledger.draft, f"{memory}/{name}")
+                ledger.put(f"{memory}/{name}", {**item, "low": each * rank.shards.least(routes), "high": found[name]})
     if rank.kind == "cuda":  # its own memory is not the host's
         held = [*(name for name in held if name != "hosted"), "workspace"]
         ledger.put(f"{memory}/workspace", workspace_of(ledger.draft, entry).reading())

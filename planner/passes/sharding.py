@@ -34,6 +34,14 @@ class Shards:
         """Elements that a rank holds of the tensors of ``routes``, padding included."""
         return sum(_held(unit, self.world, routes) for unit in self.units)
 
+    def least(self, routes: Sequence[str]) -> int:
+        """Elements that the last rank has of the tensors of ``routes``: it may have fewer rows, or none."""
+        rows = [row for unit in self.units for row in unit["tensors"] if row["route"] in routes]
+        return sum(
+            row["count"] * row["row"] * max(0, row["rows"] - (self.world - 1) * -(-row["rows"] // self.world))
+            for row in rows
+        )
+
     def scale(self) -> float:
         """What a rank updates of all that is trained."""
         everything = sum(_held(unit, 1, TRAINED) for unit in self.units)
