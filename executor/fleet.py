@@ -167,7 +167,8 @@ class Ranks:
         longest = UNKNOWN_STEP_SECONDS if plan.step_seconds is None else plan.step_seconds
         self.deadline = STEP_TIMEOUT.total_seconds() + round(longest)
         """Seconds that a rank waits for another in a step."""
-        group = dist.new_group(timeout=SETUP_TIMEOUT if watched else timedelta(seconds=self.deadline))
+        self._patience = SETUP_TIMEOUT if watched else timedelta(seconds=self.deadline)
+        group = dist.new_group(timeout=self._patience)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._trial = trial.tried(group, rank.rank, self._device, plan)

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from executor.build import Optimizers
 from executor.clock import Clock
 from executor.exchange import Exchanged
-from executor.fleet import SETUP_TIMEOUT, STEP_TIMEOUT, Forward, Ranks
+from executor.fleet import SETUP_TIMEOUT, Forward, Ranks
 from executor.shards import Lost, Traffic, keep_gradients, rest, shard
 from executor.slices import ExchangeSlice, RankSlice
 
@@ -72,7 +72,7 @@ class Sharded(Ranks):
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward:
         keep_gradients(model, self._rows)
-        _set_pg_timeout(STEP_TIMEOUT, self._shards)
+        _set_pg_timeout(self._patience, self._shards)
         return model
 
     def clear(self, model: nn.Module) -> None:
