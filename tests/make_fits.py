@@ -56,7 +56,7 @@ HEAD = f"""# What fits where
 The presets at {BATCH} x {SEQ} in budgets of 4 and 16 GB on an RTX 5060 Ti, and on two of them, under both policies of
 `--fit`. Made by `python tests/make_fits.py` from listed cards and recorded accounts; a test holds this page to it. A
 budget of N GB is N x 10^9 bytes, and a plan stays within nine tenths of it. Peaks are predicted; how they compare with
-a card's own is in [gpu.md](gpu.md).
+a card's own is in [memory.md](memory.md).
 
 "Foretold" is what the first sketch of this system reckoned: 4 B an element of weights, 4 of gradients, the optimizers'
 state, and 64 B a token and channel of activations. It left out weights in the compute dtype (kept for backward), a

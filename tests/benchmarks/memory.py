@@ -43,8 +43,10 @@ HOME = Path(__file__).resolve().parents[2]
 ONE = Path(__file__).with_name("memory_one.py")
 STEPS = 6  # one is the profiler's on a CPU, two are outside the measuring window
 RUN_SECONDS, PLAN_SECONDS = 400, 200
+PEAK = "/ranks/0/memory/peak @0"
 MARKS = ("backward_peak", "optimizer_peak", "peak")
 ESTIMATORS = ("MemTracker", "accelerate", "DeepSpeed")
+WORTH_TELLING = 0.001  # of a component, the least error that the page tells
 NOTCH = 1.1  # of a budget, the load that must fail
 _SHORT = re.compile("out of memory|does not hold the run|can.t allocate|cannot allocate|MemoryError", re.I)
 
@@ -326,6 +328,7 @@ def render(record: Mapping[str, Any]) -> str:
     done = [row for row in rows if row.get("measured") and row["ended"] == 0]
     lines = ["# Memory, predicted and measured", "", *"\n\n".join(reading[:3]).splitlines(), "", record["machine"], ""]
     lines += [f"{len(done)} of {len(rows)} cases ran.", "", *_summary(done), "", *_grid(rows)]
+    lines += ["", "## What mechanisms save", "", *_savings(done)]
     if budgets:
         lines += ["", "## Budgets", "", *_of_budgets(budgets)]
     refused = [row for row in (*rows, *budgets) if "refused" in row or row.get("ended")]
@@ -341,7 +344,13 @@ def _last(text: str) -> str:
 
 def _summary(done: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = ["| | cases | median | worst | lowest | within the plan's range |", "|---|--:|--:|---|---|--:|"]
-    for place in (*(f"memory/{mark}" for mark in MARKS), "memory/hosted", "memory/pinned", "memory/host", "step/total"):
+    for place in (
+        *(f"memory/{mark}" for mark in MARKS),
+        "memory/reserved",
+        "memory/hosted",
+        "memory/pinned",
+        "memory/host",
+    ):
         found = errors(done, place)
         if found is not None:
             worst, under = (f"{error:+.2%} {name}" for error, name in (found["worst"], found["under"]))
@@ -363,17 +372,17 @@ def _summary(done: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _peak(row: Mapping[str, Any]) -> float:
-    line = row["measured"].get("/ranks/0/memory/peak @0")
+    line = row["measured"].get(PEAK)
     return float(line["value"]) if line else 0.0
 
 
 def _grid(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
-        "MiB, as predicted / measured. Reserved is the allocator's highest at the marks of backward and of the "
-        "optimizer; what is beside it (CUDA's context) is no part of it.", "",
-        "| case | backward peak | off | optimizer peak | off | other components off | reserved | retries | beside "
-        "| step ms | MemTracker |",
-        "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|",
+        "MiB, as predicted / measured. Reserved is the allocator's highest in backward or the optimizer; what is "
+        "beside it (CUDA's context) is no part of it.", "",
+        "| case | backward peak | off | optimizer peak | off | other components off | reserved | off | retries "
+        "| MemTracker |",
+        "|---|--:|--:|--:|--:|---|--:|--:|--:|--:|",
     ]  # fmt: skip
     return [*lines, *(_row(row) for row in rows if row.get("measured"))]
 
@@ -383,18 +392,29 @@ def _row(row: Mapping[str, Any]) -> str:
     for mark in MARKS[:2]:
         cells += [_pair(row, f"memory/{mark}"), _percent(off(row, f"memory/{mark}"))]
     others = [label.split(" @")[0].removeprefix("/ranks/0/memory/") for label in row["measured"] if "/memory/" in label]
-    wrong = {name: off(row, f"memory/{name}") for name in others if name not in MARKS}
-    cells.append(", ".join(f"{name} {_percent(error)}" for name, error in wrong.items() if error))
-    seen = row["seen"]
-    marks = [seen.get("marks", {}).get(mark, {}).get("reserved_bytes") for mark in ("backward", "optimizer")]
-    cells.append(", ".join("" if size is None else f"{size / 2**20:,.0f}" for size in marks).strip(", "))
-    cells += [str(seen.get("retries", "")), f"{seen['beside'] / 2**20:,.0f}" if "beside" in seen else ""]
-    step = row["measured"].get("/ranks/0/step/total @0")
-    shown = ("" if step["predicted"] is None else f"{1e3 * step['predicted']:.1f}") if step else ""
-    cells.append(f"{shown} / {1e3 * step['value']:.1f}" if step else "")
+    wrong = {name: off(row, f"memory/{name}") for name in others if name not in (*MARKS, "reserved")}
+    cells.append(", ".join(f"{name} {_percent(error)}" for name, error in wrong.items()
+                           if error and abs(error) >= WORTH_TELLING))  # fmt: skip
+    cells += [_pair(row, "memory/reserved"), _percent(off(row, "memory/reserved"))]
+    cells.append(str(row["seen"].get("retries", "")))
     told = row["estimates"].get("MemTracker")
     cells.append(_percent(told / _peak(row) - 1) if isinstance(told, int) and _peak(row) else "")
     return f"| {' | '.join(cells)} |"
+
+
+def _savings(done: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of each case with mechanisms that has its like without: the peak without less the peak with."""
+    alone = {row["name"]: row for row in done if not row["predicted"]["mechanisms"]}
+    lines = ["The peak without less the peak with them, of the same work.", "",
+             "| case | MiB, predicted | measured | off |", "|---|--:|--:|--:|"]  # fmt: skip
+    for row in done:
+        base = alone.get(row["name"].partition(" mechanisms ")[0])
+        if base is None or not row["predicted"]["mechanisms"]:
+            continue
+        told, seen = (base["measured"][PEAK][key] - row["measured"][PEAK][key] for key in ("predicted", "value"))
+        error = f"{told / seen - 1:+.2%}" if seen else ""
+        lines.append(f"| {row['name']} | {told / 2**20:,.1f} | {seen / 2**20:,.1f} | {error} |")
+    return lines
 
 
 def _pair(row: Mapping[str, Any], place: str) -> str:
