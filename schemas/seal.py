@@ -60,7 +60,7 @@ def verify(document: Mapping[str, Json], name: str) -> None:
     _verify_bases(document, name)
     _verify_counts(document, name)
     refuse_other_values(document, name)
-    if document.get("format") == "dormouse.plan":
+    if document.get("format") in ("dormouse.plan", "dormouse.record"):
         refuse_disagreement(document, name)
     _verify_runs(document, name)
 

@@ -74,6 +74,7 @@ def body(*, rate: float = 50e9, batch: int = 4, asked: dict[str, Any] | None = N
         "ranks": [rank],
         "exchange": {
             "backend": decision(None, "gloo", "default", "CPUs"),
+            "reduce_dtype": decision(None, "fp32", "default", "of all ranks"),
             "owners": decision(None, [0, 1, 0], "default", "x"),
         },
         "fit": {

@@ -41,6 +41,7 @@ def test_a_number_with_more_digits_than_are_kept_is_sealed_as_it_is_kept() -> No
     body = {
         "format": "dormouse.record",
         "nodes": {"n": {"loopback_curve": reading(curve, "", "benchmarked", "w")}},
+        "devices": {},
         "x": [2 / 3],
     }
     sealed = seal(body)
@@ -88,6 +89,8 @@ def test_a_changed_measurement_is_traced_to_its_run_and_line(plan: dict) -> None
         ("/ranks/0/dtype/chosen", "fp8", "/ranks/0/dtype/chosen: 'fp8' is not one of"),
         ("/exchange/bucket_bytes/chosen", 0, "/exchange/bucket_bytes/chosen: 0 is less than the minimum"),
         ("/exchange/owners/chosen", [5] * 48, "/exchange/owners: names no rank: 5"),
+        ("/exchange/backend/chosen", "none", "/exchange/backend: 2 ranks on cpu have no none"),
+        ("/exchange/backend/chosen", "nccl", "/exchange/backend: 2 ranks on cpu have no nccl"),
         ("/ranks/0/members", [0, 2], "/ranks: the members are not the ranks 0 to 1, each once"),
         ("/ranks/0/devices", ["cpu-0", "cpu-7"], "/ranks/0/devices: names no device of the fleet: cpu-7"),
         ("/ranks/0/devices", ["cpu-0"], "/ranks/0/devices: has not one device for each of the members"),
@@ -169,6 +172,18 @@ def test_a_record_whose_numbers_are_none_is_found(pointer: str, value: Any, says
         place = place[key]
     place[last] = reading(value, "", "declared", "made up")
     with pytest.raises(Unfaithful, match=re.escape(says)):
+        verify(seal(made), "record.json")
+
+
+def test_a_record_whose_devices_are_of_no_node_or_of_uneven_ones_is_found() -> None:
+    made = fleet(1e14)
+    made["devices"]["GPU-0"]["node"] = "node-00000000"
+    with pytest.raises(Unfaithful, match="/devices/GPU-0/node: names no node: node-00000000"):
+        verify(seal(made), "record.json")
+    made = fleet(1e14)
+    for node in made["nodes"].values():
+        node["members"] = ["node-00000000", "node-00000001"]
+    with pytest.raises(Unfaithful, match="/devices/GPU-0/ids: are not as many on each of the node's members"):
         verify(seal(made), "record.json")
 
 
