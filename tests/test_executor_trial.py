@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -30,7 +31,7 @@ from torch import nn
 if "RANK" in os.environ:
     from executor import fleet, trial
 
-    trial.SECONDS = 3.0
+    trial.SECONDS = 6.0
     if os.environ["RANK"] == "1":
         fleet.trial.tried = lambda *_: time.sleep(600)
 
@@ -144,6 +145,8 @@ def test_a_fleet_whose_link_hangs_ends_soon_and_is_recorded(tmp_path: Path, monk
     done = command(tmp_path, path, "--data", data)  # which gives up after 100 s; the other rank sleeps for 600
     assert done.returncode == 4, done.stderr
     said = [line for line in done.stderr.splitlines() if "no all-reduce came" in line]
-    assert len(said) == 1 and said[0].startswith("dormouse: failed: all ranks: no all-reduce came within 3 s")
+    # A rank that starts late, as on a loaded machine, may have lost the other to its deadline, and then names it.
+    assert len(said) == 1, done.stderr
+    assert re.match("dormouse: failed: (all ranks|rank [01]): no all-reduce came within 6 s of the start; ", said[0])
     (run,) = json.loads(path.read_text())["runs"]
     assert run["outcome"] == "failed" and "NCCL_P2P_DISABLE=1 goes around it" in run["reason"]
