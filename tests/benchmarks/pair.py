@@ -43,6 +43,7 @@ from typing import Any
 HOME = Path(__file__).resolve().parents[2]
 COMMAND_SECONDS = 200
 MOST_RANKS = 2
+_QUIT_SECONDS = 20
 _CASES, _WRAPPER, _SUMMARY = "cases.json", "second.sh", "summary.md"
 
 Environ = Mapping[str, str]
@@ -249,6 +250,9 @@ def _sharing(pair: Pair) -> Iterator[Environ]:
         yield environ
     finally:
         subprocess.run(control, input=b"quit\n", env={**os.environ, **environ}, check=False, timeout=60)
+        end = time.monotonic() + _QUIT_SECONDS  # another daemon does not start beside one that is still ending
+        while Path(environ["CUDA_MPS_PIPE_DIRECTORY"], "control").exists() and time.monotonic() < end:
+            time.sleep(0.2)
 
 
 def one(pair: Pair) -> None:
@@ -491,7 +495,10 @@ def main() -> None:
     try:
         for part in parts:
             start = time.monotonic()
-            PARTS[part](pair)
+            try:
+                PARTS[part](pair)
+            except (OSError, subprocess.SubprocessError, _Failed) as error:  # of a record, or of MPS
+                print(f"part {part} broke off: {error}", flush=True)
             print(f"{time.monotonic() - start:6.1f} s  part {part}", flush=True)
     except _Over:
         print(f"the time is over before {part} was done: the same command goes on", flush=True)
