@@ -73,11 +73,11 @@ CARDS = Setting(
         "b1": ("--model", "b1", "--steps", "14", "--set", "eval_windows=4"),
         "small": ("--model", "small", "--steps", "40"),
     },
-    batch=64,
-    capped_batch=192,
+    batch=128,
+    capped_batch=384,  # of which a rank with a quarter of a card would take more than 16 GB
     slow={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"},
     small={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "1=16G"},
-    alone=((64, 128), (16, 64)),
+    alone=((128, 256), (32, 128)),
 )
 _TINY = ("--model", "tiny", "--steps", "8", "--seq", "64", "--set", "layers=2", "--set", "width=64", "--set", "heads=2")
 CPUS = Setting(
