@@ -12,8 +12,8 @@ MemTracker on fake tensors, ``accelerate estimate-memory``, DeepSpeed's estimate
 of them. With a load foretold to take a tenth more than all of it, it must.
 
 ``--resume`` takes the cases of an earlier record as done. ``--jobs`` runs several at a time on one card: their bytes
-are their own, their step times are not. ``--render memory.json`` prints the page of a record. On a CPU, to see that it
-works: ``--device cpu --small``.
+are their own, their step times are not. Of those that ran alone, what mechanisms cost in time is told too. ``--render
+memory.json`` prints the page of a record. On a CPU, to see that it works: ``--device cpu --small``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from planner.passes.budget import needed
 
 HOME = Path(__file__).resolve().parents[2]
 ONE = Path(__file__).with_name("memory_one.py")
-STEPS = 6  # one is the profiler's on a CPU, two are outside the measuring window
+STEPS = 10  # one is the profiler's on a CPU, two are outside the measuring window
 RUN_SECONDS, PLAN_SECONDS = 400, 200
-PEAK = "/ranks/0/memory/peak @0"
+PEAK, STEP = "/ranks/0/memory/peak @0", "/ranks/0/step/total @0"
 MARKS = ("backward_peak", "optimizer_peak", "peak")
 ESTIMATORS = ("MemTracker", "accelerate", "DeepSpeed")
 WORTH_TELLING = 0.001  # of a component, the least error that the page tells
@@ -87,6 +87,8 @@ CASES = tuple(map(case, (
     "tiny 16x512 heads=2",
     "medium 8x512 --opt adamw",
     "medium 8x512 --mechanisms muon_state_bf16,optim_8bit",
+    "medium 8x512 --mechanisms muon_state_bf16",
+    "medium 8x512 --opt adamw --mechanisms optim_8bit",
     "medium 8x512 --mechanisms engram_ram",
     "small 8x512 --dtype fp32",
     "small 8x512 --mechanisms recompute",
@@ -155,12 +157,14 @@ def drawn(dice: random.Random, mechanisms: bool = True) -> Case:
 
 class Workshop(NamedTuple):
     """Where plans are made and run: a folder, and the record of this machine. ``slack``: bytes that a run may take
-    beyond its cap; ``allocator``: how the device's memory grows."""
+    beyond its cap; ``allocator``: how the device's memory grows;
+    ``alone``: nothing else runs meanwhile, so that a step's time is its own."""
 
     folder: Path
     record: Path
     slack: int
     allocator: str
+    alone: bool
 
     def plan(self, name: str, wanted: Case, *more: str) -> tuple[Path | None, str]:
         """(the plan's file, None where it was refused; what the command said)."""
@@ -182,7 +186,7 @@ class Workshop(NamedTuple):
         words = [sys.executable, str(ONE), "run", str(path), str(folder), str(seen), *([str(cap)] if cap else [])]
         start = time.perf_counter()
         done = _called(words, RUN_SECONDS)
-        row: dict[str, Any] = {"ended": done.returncode, "seconds": time.perf_counter() - start}
+        row: dict[str, Any] = {"ended": done.returncode, "seconds": time.perf_counter() - start, "alone": self.alone}
         if done.returncode:
             row["said"] = done.stderr[-2000:]
         runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
@@ -403,18 +407,29 @@ def _row(row: Mapping[str, Any]) -> str:
 
 
 def _savings(done: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of each case with mechanisms that has its like without: the peak without less the peak with."""
+    """Of each case with mechanisms that has its like without: the peak without less the peak with, and where both ran
+    alone how much longer a step is."""
     alone = {row["name"]: row for row in done if not row["predicted"]["mechanisms"]}
-    lines = ["The peak without less the peak with them, of the same work.", "",
-             "| case | MiB, predicted | measured | off |", "|---|--:|--:|--:|"]  # fmt: skip
+    lines = ["The peak without less the peak with them, of the same work; and what they add to a step, of those that "
+             "ran alone.", "", "| case | MiB, predicted | measured | off | ms a step, predicted | measured | of |",
+             "|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
     for row in done:
         base = alone.get(row["name"].partition(" mechanisms ")[0])
         if base is None or not row["predicted"]["mechanisms"]:
             continue
         told, seen = (base["measured"][PEAK][key] - row["measured"][PEAK][key] for key in ("predicted", "value"))
         error = f"{told / seen - 1:+.2%}" if seen else ""
-        lines.append(f"| {row['name']} | {told / 2**20:,.1f} | {seen / 2**20:,.1f} | {error} |")
+        saves = f"{told / 2**20:,.1f} | {seen / 2**20:,.1f} | {error}"
+        lines.append(f"| {row['name']} | {saves} | {' | '.join(_added(base, row))} |")
     return lines
+
+
+def _added(base: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Milliseconds that ``row``'s step has beyond ``base``'s, predicted and measured, and ``base``'s."""
+    if not (base.get("alone") and row.get("alone")):
+        return "", "", ""
+    told, seen = (row["measured"][STEP][key] - base["measured"][STEP][key] for key in ("predicted", "value"))
+    return f"{1e3 * told:+.1f}", f"{1e3 * seen:+.1f}", f"{1e3 * base['measured'][STEP]['value']:.1f}"
 
 
 def _pair(row: Mapping[str, Any], place: str) -> str:
@@ -518,9 +533,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="dormouse-memory-") as folder:
         slack = PROCESS_SLACK if options.device == "cpu" else 0
         allocator = "none" if options.device == "cpu" else "expandable"
-        shop = Workshop(Path(folder), options.record or Path(folder, "record.json"), slack, allocator)
+        alone = options.jobs == 1
+        shop = Workshop(Path(folder), options.record or Path(folder, "record.json"), slack, allocator, alone)
         if options.record is None:
-            probed = _called([sys.executable, "-m", "planner", "probe", "--devices", _devices(options)], PLAN_SECONDS)
+            words = ["probe", "--devices", _devices(options), *(("--benchmark",) if alone else ())]
+            probed = _called([sys.executable, "-m", "planner", *words], PLAN_SECONDS)
             if probed.returncode:
                 raise SystemExit(probed.stderr)
             shop.record.write_text(probed.stdout, encoding="utf-8")
