@@ -37,6 +37,7 @@ ELSEWHERE = {
     "/workload/config/conv": "below",
     **{f"/workload/config/{key}": "below" for key in OF_PARTS},
     "/exchange/shard": "test_executor_sharded.py",
+    "/workload/config/allocator": "test_executor_allocator.py",
     "/workload/config/nonfinite": "test_executor_gates.py",
     "/workload/config/adamw": "test_executor_optimizers.py",
     "/workload/config/loss_scale": "test_executor_scaling.py",
