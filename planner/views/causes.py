@@ -44,6 +44,7 @@ ORIGINS: tuple[Origin, ...] = (
     Origin("/ranks/[0-9]+/memory/limit", ("/request/fit",), ("/request/devices",)),
     Origin("(/ranks/[0-9]+|/fit)/mechanisms", ("/request/fit", "/request/fit_policy", "/request/mechanisms"), _SHAPE),
     Origin("(/ranks/[0-9]+)/(demand|memory)/.*", (), ("{1}/mechanisms", "/fit/mechanisms", "/request/set")),
+    Origin("(/ranks/[0-9]+)/worth.*", ("{1}/mechanisms", "/fit/mechanisms")),
     Origin("/ranks/[0-9]+/calibration.*|/exchange/calibration.*", ("/request/calibrate",)),
     Origin("(/ranks/[0-9]+)/rates.*", (), ("{1}/dtype", "/request/devices")),
     Origin("/ranks/[0-9]+(/members|/devices)?", ("/request/devices",), (*_SHAPE, "/request/fit", "/fleet")),
