@@ -40,7 +40,6 @@ ELSEWHERE = {
     "/workload/config/allocator": "test_executor_allocator.py",
     "/workload/config/nonfinite": "test_executor_gates.py",
     "/workload/config/adamw": "test_executor_optimizers.py",
-    "/workload/config/allocator": "test_executor_allocator.py",
     "/workload/config/loss_scale": "test_executor_scaling.py",
     "/workload/config/loss_scale_growth": "test_executor_scaling.py",
     "/workload/config/keep_model": "test_executor_checkpoint.py",
