@@ -213,6 +213,7 @@ def test_the_ranks_environment_has_nothing_of_another_launcher_and_no_working_fo
     )
     assert {key: found[key] for key in found if key != "PYTHONPATH"} == {
         "HOME": "/h", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "4", launch.GUARD: "1",
+        "TORCH_LOGS": "-torch.distributed.elastic",
     }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +34,6 @@ from executor.run import _Run
 from executor.slices import DataSlice, RankSlice, Source, WorkSlice, exchange_slice
 from executor.workloads import RUNTIME, configure, values
 from planner.door import BadWorkload
-from schemas.seal import seal
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes and of runs for all
 
@@ -297,16 +295,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unlike(folder: Path, dtypes: tuple[str, str], **settings: Any) -> Any:
-    """Both ranks' results of a plan whose ranks compute in ``dtypes``."""
-    made = plans.plan(plans.corpus(folder), 2, settings, steps=12, batch=3)
-    body = json.loads(json.dumps(made))
-    (entry,) = body["ranks"]
-    body["ranks"] = []
-    for rank, dtype in enumerate(dtypes):
-        own = json.loads(json.dumps(entry)) | {"members": [rank], "devices": [entry["devices"][rank]]}
-        own["dtype"]["chosen"] = dtype
-        body["ranks"].append(own)
-    return ranks.run(seal(body), plans.corpus(folder), folder / "-".join(dtypes))
+    """Both ranks' results of a plan whose ranks were asked to compute in ``dtypes``."""
+    made = unlike_plan(folder, dtypes, **settings)
+    return ranks.run(made, plans.corpus(folder), folder / "-".join(dtypes))
+
+
+def unlike_plan(folder: Path, dtypes: tuple[str, str], **settings: Any) -> dict[str, Any]:
+    asked: dict[str, Any] = {"steps": 12, "batch": 3, "capacity": "equal", "dtype": list(dtypes)}
+    return plans.plan(plans.corpus(folder), 2, settings, **asked)
 
 
 @pytest.fixture(scope="module")
@@ -327,12 +323,11 @@ def test_ranks_of_fp16_and_fp32_train_as_one(folder: Path, exact: Any) -> None:
 def test_mixed_rungs_that_were_asked_for_are_counted_told_and_train_as_one(
     rungs: tuple[str, str], bound: float, folder: Path, exact: Any
 ) -> None:
-    text = plans.corpus(folder)
-    made = plans.plan(text, 2, {"loss_scale": "1024"}, steps=12, batch=3, capacity="equal", dtype=list(rungs))
+    made = unlike_plan(folder, rungs, **({"loss_scale": 1024} if "fp16" in rungs else {}))
     assert made["counts"]["dtype"] == {rung: int(rung in rungs) for rung in ("bf16", "fp16", "fp32")}
     assert made["exchange"]["reduce_dtype"]["chosen"] == "fp32"  # loses neither
     assert made["exchange"]["reduce_dtype"]["outcome"] == "fallback" and made["counts"]["fallbacks"] >= 1
-    mixed = ranks.run(made, text, folder / "-".join(rungs))
+    mixed = ranks.run(made, plans.corpus(folder), folder / "-".join(rungs))
     assert [result["outcome"] for result in mixed] == ["finished"] * 2, mixed[0]["reason"]
     assert mixed[0]["fingerprints"] == mixed[1]["fingerprints"] and len(mixed[0]["fingerprints"]) == 12
     measured = mixed[0]["entry"]["measured"]
