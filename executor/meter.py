@@ -62,10 +62,12 @@ class Meter:
         self._moments: list[Moment] = []
         self._step = 0
         self.under_way: int | None = None
-        """The step that ranks are in together, counted from 0; None where they may wait for each other for long."""
+        """The step that ranks are in together, counted from 0; None where they may wait for each other for long, as in
+        the first, which carries the start-up of libraries."""
 
     def begin(self, step: int) -> None:
-        self.under_way, self._step = step, step - self._start
+        self._step = step - self._start
+        self.under_way = step if self._step else None
         self.probe.begin(self._step)
         self._moments = [self.clock.now()]
 
