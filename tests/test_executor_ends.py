@@ -92,7 +92,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
 def said(stderr: str) -> list[str]:
     """Dormouse's lines after those of the steps, and whatever is no line of Dormouse."""
-    passed_by = ("step", "starting", "the plan's", "the model is in", "a checkpoint of step")
+    passed_by = ("step", "starting", "the plan's", "the model is in", "a checkpoint of step", "the link between")
     lines = [line for line in stderr.splitlines() if "CPUAllocator" not in line]
     return [line for line in lines if not line.startswith(tuple(f"dormouse: {words}" for words in passed_by))]
 
