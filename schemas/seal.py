@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import rfc8785
 
 from schemas.agreement import refuse_disagreement
-from schemas.document import UNSEALED, is_decision, is_reading, resolve, settle, tally, weakest_bases
+from schemas.document import UNSEALED, is_decision, is_reading, resolve, settle, tally, walk, weakest_bases
 from schemas.form import Json, Unfaithful, inner_lines, render, rounded
 from schemas.kinds import refuse_other_value, refuse_other_values
 
@@ -77,6 +77,12 @@ def _verify_bases(document: Mapping[str, Json], name: str) -> None:
         bases = weakest_bases(document)
     except Unfaithful as error:
         raise Unfaithful(f"{name}: {error}") from None
+    for pointer, item in walk(document):
+        for source in item.get("inputs", ()) if is_decision(item) else ():
+            try:
+                resolve(document, source)
+            except KeyError:
+                raise Unfaithful(f"{name}: {pointer}: its input {source} names nothing") from None
     for pointer, found in bases.items():
         stated = resolve(document, pointer)["weakest"]
         if stated != found:

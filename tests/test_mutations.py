@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mutants")
 
 
-@settings(mutate.THOROUGH, max_examples=60, derandomize=True)
+@settings(mutate.THOROUGH, max_examples=120, derandomize=True)
 @given(data=st.data())
 def test_what_is_changed_is_read_for_what_it_is_or_refused_in_one_message(data: st.DataObject, folder: Path) -> None:
     mutate.judge(mutate.draw(data), folder)

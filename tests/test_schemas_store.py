@@ -81,6 +81,7 @@ def test_a_changed_measurement_is_traced_to_its_run_and_line(plan: dict) -> None
         ("/counts/dtype/bf16", 1, "/counts/dtype: says"),
         ("/ranks/0/step/compute/weakest", "probed", "/ranks/0/step/compute: says its weakest basis is probed"),
         ("/ranks/0/step/compute/inputs/0", "/ranks/9", "/ranks/0/step/compute: its input /ranks/9 names nothing"),
+        ("/ranks/0/kernels/kda/inputs", ["/toolchain/none"], "/ranks/0/kernels/kda: its input /toolchain/none names"),
         ("/ranks/0/surprise", 1, "/ranks/0: Additional properties are not allowed"),
         ("/ranks/0/dtype/outcome", "hoped", "/ranks/0/dtype/outcome: 'hoped' is not one of"),
         ("/ranks/0/batch/chosen", "four", "/ranks/0/batch/chosen: 'four' is not of type 'integer'"),

@@ -112,5 +112,5 @@ def _toolchain(records: Sequence[Mapping[str, Json]]) -> Json:
         for part in sorted(first.keys() | record["toolchain"].keys()):
             ours, theirs = (chain.get(part, {}).get("value") for chain in (first, record["toolchain"]))
             if ours != theirs:
-                raise Usage(f"--devices: the records differ in {part}: {ours} and {theirs}")
+                raise Usage(f"--devices: the records differ in {part}: {ours!s:.60} and {theirs!s:.60}")
     return first
