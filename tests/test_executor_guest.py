@@ -13,7 +13,7 @@ from executor import build, smoke
 from executor.account import account
 from executor.guest import told
 from executor.slices import Source, WorkSlice
-from executor.workloads import configure, resolve
+from executor.workloads import RUNTIME, configure, resolve
 from planner.door import BadWorkload
 from planner.refusals.of_runs import smoke_failed
 
@@ -182,8 +182,12 @@ def test_an_error_that_no_user_raised_has_no_place_and_one_without_words_says_so
     assert told(ValueError("\nfirst\nsecond")) == "ValueError: first"
 
 
+# The runtime's keys as a plan holds them: nothing is left to be decided.
+_SETTLED = {key.name: key.choices[-1] if key.default == "auto" else key.default for key in RUNTIME}
+
+
 def _work(model: str, **config: Any) -> WorkSlice:
-    return WorkSlice(model=model, opt="muon", steps=1, seed=0, config=config)
+    return WorkSlice(model=model, opt="muon", steps=1, seed=0, config={**_SETTLED, **config})
 
 
 def test_the_executor_says_which_file_a_plan_has_it_import_before_it_does(

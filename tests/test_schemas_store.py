@@ -259,6 +259,8 @@ def test_recorders_at_the_same_time_lose_no_run(tmp_path: Path) -> None:
     store.write(path, compiled())
     with get_context("fork").Pool(4) as pool:
         pool.map(_record, [(str(path), f"run-{place}") for place in range(12)])
+        pool.close()
+        pool.join()  # of themselves: what another test left to hear signals may be deaf to that of a pool's end
     assert {run["id"] for run in store.load(path)["runs"]} == {f"run-{place}" for place in range(12)}
 
 
