@@ -7,12 +7,13 @@ import os
 from collections.abc import Mapping
 
 from executor.guest import file_of
+from executor.launch import ALLOCATOR_VARIABLE
 from planner.refusals.refusal import Refusal
 from planner.refusals.rules import judge
 from schemas.form import Json
 
 # The variables that torch reads how a card's memory grows from.
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_ALLOCATOR = (ALLOCATOR_VARIABLE, "PYTORCH_ALLOC_CONF")
 
 
 def strange_code(plan: Mapping[str, Json], named: str | None) -> str | None:

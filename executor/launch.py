@@ -14,7 +14,6 @@ from threading import Thread
 from typing import Any, NoReturn
 
 from executor import voice
-from planner.door import ALLOCATORS
 
 GUARD = "DORMOUSE_RELAUNCHED"
 OUTCOME = "DORMOUSE_OUTCOME"
@@ -194,7 +193,8 @@ def confine(device: str, kind: str, allocator: str = "none") -> None:
     A card of the catalogue has no identity: the rank takes the visible card of its place, and the facts say whether
     that one is no less capable. A card that tells no UUID is named by its place.
     """
-    from planner.machine.visible import named  # not before it is known that this is Dormouse's own planner
+    from planner.door import ALLOCATORS  # not before it is known that this is Dormouse's own planner
+    from planner.machine.visible import named
 
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if allocator in ALLOCATORS:

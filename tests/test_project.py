@@ -128,3 +128,10 @@ def test_measured_plans_verify_and_hold_a_finished_run(path: Path) -> None:
     plan = load(path)
     assert plan["runs"] and all(run["outcome"] == "finished" for run in plan["runs"])
     assert path.name in (ROOT / "plans" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_run_begins_without_any_module_that_might_be_a_shadow() -> None:
+    """They are imported only when it is known that they are Dormouse's own."""
+    code = "import sys, executor.__main__; print(*{name.partition('.')[0] for name in sys.modules})"
+    told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "executor" in told and not {"planner", "schemas", "torch"} & set(told)
