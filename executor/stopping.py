@@ -101,3 +101,17 @@ class Stopping:
             return
         self._ended = True  # once: what follows is the recording
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Without signals: torchrun sends SIGTERM to the ranks that are left as soon as one of a failed run has gone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _OURS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -84,11 +84,11 @@ def _loaded() -> Any:
 
 def _run(job: Job, rank: int, count: int, port: int, connection: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from executor import peaks, run, stopping
+    from executor import causes, peaks, stopping
     from executor.run import Places, execute
     from schemas.store import load
 
-    stopping.GRACE_SECONDS = run._CULPRIT_SECONDS = 1.0
+    stopping.GRACE_SECONDS = causes.CULPRIT_SECONDS = 1.0
     peaks.LEAST_STEPS = 10**9  # no step under the profiler, which takes longer than all the others
     moments = _count(job.dies[1] if job.dies[0] == rank else 0)
     done = execute(load(job.plan), Places(job.plan, job.run_dir, (job.data,), job.resume))

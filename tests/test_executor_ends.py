@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import plans
-from executor import launch, run
+from executor import launch, training
 from executor.entry import keep
 from executor.hold import Hold
 from executor.reporter import METRICS
@@ -294,7 +294,7 @@ def test_a_run_that_is_found_only_in_its_folder_ends_the_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, data = plans.plan(plans.corpus(tmp_path), steps=4), plans.corpus(tmp_path)
-    opened = run.Teller
+    opened = training.Teller
 
     def late(folder: Path, *more: object) -> object:  # both found nothing there to hold
         folder.mkdir()
@@ -303,7 +303,7 @@ def test_a_run_that_is_found_only_in_its_folder_ends_the_later_one(
         assert first.take(folder / METRICS) is None
         return opened(folder, *more)
 
-    monkeypatch.setattr(run, "Teller", late)
+    monkeypatch.setattr(training, "Teller", late)
     with ExitStack() as other:
         first = Hold()
         done = execute(made, Places(None, tmp_path / "run", (data,)))

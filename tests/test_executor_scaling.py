@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ from executor.optim.scaler import Scaler
 from executor.optim.tables import HostTables, Tables
 from executor.peaks import probe
 from executor.reporter import Mute
-from executor.run import _Run
 from executor.slices import DataSlice, RankSlice, Source, WorkSlice, exchange_slice
+from executor.training import starting_line
 from executor.workloads import RUNTIME, configure, values
 from planner.door import BadWorkload
 
@@ -336,7 +335,7 @@ def test_mixed_rungs_that_were_asked_for_are_counted_told_and_train_as_one(
     assert 0 < float(np.abs(np.subtract(mixed[0]["losses"], exact[0]["losses"])).max()) < bound
     (name,) = {device["name"]["value"] for device in made["fleet"]["devices"].values()}
     rows = [{"device": {"name": name}}, {"device": {}}]
-    told = _Run._rungs(SimpleNamespace(plan=made, rows=rows, exchange=exchange_slice(made)))  # type: ignore[arg-type]
+    told = starting_line(made, rows, exchange_slice(made).reduce_dtype)
     assert told.startswith(f"starting: rank 0 in {rungs[0]} on {name}; rank 1 in {rungs[1]} on a device that tells no")
     assert told.endswith("; gradients are reduced in fp32")
 
