@@ -27,6 +27,7 @@ def finish(given: Given, made: Made, outcome: str, reason: str | None, agreed: b
 
     ``hangs``: this rank's own thread does, and its device may.
     """
+    given.stopping.take()  # signals do not disturb what comes after the recording either: what trained is freed then
     with undisturbed():
         mine = within(_READ_SECONDS, lambda: _measured(given, made)) if hangs else _measured(given, made)
         gathered = _gathered(given.meeting, mine) if agreed else None
