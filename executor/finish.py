@@ -47,7 +47,7 @@ def finish(given: Given, made: Made, outcome: str, reason: str | None, agreed: b
             if gathered is None and given.leave is not None:
                 made.peers.kill(given.meeting.silent())
         newest = made.keeper.newest if made.keeper is not None and outcome == "failed" else None
-        return Outcome(outcome, reason, gathered is not None, speaks, made.model, entry, notice, newest)
+        return Outcome(outcome, reason, gathered is not None, speaks, made.model, entry, notice, newest, given.store)
 
 
 def _gathered(meeting: Meeting, mine: Json) -> dict[int, Json] | None:

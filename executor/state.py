@@ -42,7 +42,7 @@ class Places:
 class Outcome:
     """How a run ended. ``agreed``: all ranks know it. ``speaks``: this rank is the one that recorded the end and tells
     it, rank 0 as long as it lives; ``entry`` is its record, ``notice`` a fault in that. ``newest``: the step after
-    which a failed run can go on."""
+    which a failed run can go on. ``store`` is where the ranks met: other ranks may read it until the end is told."""
 
     outcome: str
     reason: str | None
@@ -52,6 +52,7 @@ class Outcome:
     entry: dict[str, Json] | None = None
     notice: str | None = None
     newest: int | None = None
+    store: Any = None
 
 
 @dataclass(frozen=True)
