@@ -9,7 +9,8 @@ MemTracker on fake tensors, ``accelerate estimate-memory``, DeepSpeed's estimate
 
 ``--drawn SEED`` adds eight models drawn at random. ``--budgets N`` draws N more and plans each with the least
 ``--fit`` that takes it. That many bytes are then all that the run gets, as if the card had no more: it must not run out
-of them. With a load foretold to take a tenth more than all of it, it must.
+of them. With a load foretold to take a tenth more than all of it, it must. ``--presets`` does so with the presets in
+the budgets of a small card; what lies outside of torch's allocator, CUDA's context above all, is no part of either.
 
 ``--resume`` takes the cases of an earlier record as done. ``--jobs`` runs several at a time on one card: their bytes
 are their own, their step times are not. Of those that ran alone, what mechanisms cost in time is told too. ``--render
@@ -108,6 +109,13 @@ CASES = tuple(map(case, (
     "tiny 16x512 heads=2 --opt adamw",
     "tiny 16x512 heads=2 --dtype fp16 --mechanisms recompute",
 )))  # fmt: skip
+
+PRESETS = (
+    ("medium 8x512", 4, "in-order"),
+    ("b1 8x512", 16, "in-order"),
+    ("b1 8x512", 16, "cheapest"),
+)
+"""What must run in a budget of so many GB."""
 
 _DENSE = {"layers": "2", "width": "64", "heads": "2", "ffn": "128"}
 _TABLE = {"engram_rows": "500", "engram_heads": "1", "engram_dim": "16"}
@@ -256,9 +264,23 @@ def budget_case(shop: Workshop, name: str, wanted: Case, share: float, policy: s
     budget, path = _just_holds(shop, name, wanted, row["free"], share, policy)
     if path is None:
         return {**row, "refused": "it fits no budget below what it takes without one"}
-    row |= {"budget": budget, "predicted": predicted(path), **shop.run(path, budget)}
+    return row | _within(shop, path, wanted, budget)
+
+
+def preset_case(shop: Workshop, place: int) -> dict[str, Any]:
+    """The row of one of PRESETS."""
+    line, size, policy = PRESETS[place]
+    wanted, budget = case(line), size * 10**9
+    path, said = shop.plan(f"preset-{place}", wanted, *_fit(budget, policy))
+    row = {"name": wanted.name, "case": wanted._asdict(), "policy": policy}
+    return {**row, "refused": said[-2000:]} if path is None else row | _within(shop, path, wanted, budget)
+
+
+def _within(shop: Workshop, path: Path, wanted: Case, budget: int) -> dict[str, Any]:
+    """How the plan at ``path`` ran with ``budget`` bytes and no more, and with a notch more load."""
+    row = {"budget": budget, "predicted": predicted(path), **shop.run(path, budget)}
     row["held"] = row["ended"] == 0
-    row["notch"] = _notch(shop, f"{name}-notch", wanted, row["predicted"], budget)
+    row["notch"] = _notch(shop, f"{path.stem}-notch", wanted, row["predicted"], budget)
     return row
 
 
@@ -477,6 +499,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--drawn", type=int, metavar="SEED", help="eight more cases, drawn with this seed")
     parser.add_argument("--budgets", type=int, default=0, metavar="N", help="how many budgets to try")
     parser.add_argument("--seed", type=int, default=0, help="of the budgets")
+    parser.add_argument("--presets", action="store_true", help="the presets in budgets of small cards")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no further case after so long")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--record", type=Path, help="a record of this machine, to plan by (default: probe it now)")
@@ -519,6 +542,10 @@ def _work(
                 return budget_case(shop, f"budget-{place}", found, share, policy)
 
             yield "budgets", name, within
+    for place, (line, size, policy) in enumerate(PRESETS if options.presets else ()):
+        name = f"{line} within {size} GB {policy}"
+        if name not in record["budgets"]:
+            yield "budgets", name, lambda place=place: preset_case(shop, place)
 
 
 def main() -> None:
