@@ -19,7 +19,7 @@ LEAST, MOST = 1e-30, 1e30
 
 _TEXTS = {"name", "uuid", "mig", "compute_mode", "ecc", "path", "ancestor", "regime", "verdict", "platform"}
 _POSITIVE = re.compile(
-    r"cores|vector_bits|clock\w*|memory_total|(rate|peak)_\w+|bandwidth\w*|host_to_device|device_to_host|launch_seconds"
+    r"cores|vector_bits|clock\w*|memory_total|(rate|peak)_\w+|bandwidth\w*|host_to_device|device_to_host|(launch|operator)_seconds"
     r"|\w+_rate|\w+_latency|products|host_link|launch(_\w+)?|effective_cores|flops_\w+"
 )
 _VERSION = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}", re.ASCII)

@@ -15,20 +15,22 @@ from typing import Any
 
 import pytest
 
+from executor.count import Tally
 from fake_nvml import FakeNvml, load
 from planner.machine import benchmark_cards, benchmark_cuda, benchmark_links, crew, probe
 from planner.machine.benchmark_cards import Job, measure
 from planner.machine.ring_readings import all_reduce_readings, nccl_settings
+from planner.machine.stopwatch import Place
 from planner.request import Usage
 from schemas.form import Json, render
 from schemas.store import loads
 
 DRY = {"sm": "9.0", "free": 10**9}
-SMALL = {"product": 48, "copy_bytes": 2**14, "chain": 4, "repeats": 7, "share": 0.005, "budget": 3.0}
+SMALL = {"product": 48, "copy_bytes": 2**14, "layers": 2, "repeats": 7, "share": 0.005, "budget": 3.0}
 JOB = Job(**SMALL, smallest=2**12, largest=2**22, dry=DRY)
 CARDS = ["GPU-a", "GPU-b"]
 QUANTITIES = [
-    "rate_fp32", "rate_fp16", "rate_bf16", "bandwidth", "host_to_device", "device_to_host", "launch_seconds",
+    "rate_fp32", "rate_fp16", "rate_bf16", "bandwidth", "host_to_device", "device_to_host", "operator_seconds",
 ]  # fmt: skip
 
 # A helper without torch: it answers as the real one does, except for what FAULT makes of a part.
@@ -52,6 +54,13 @@ for line in sys.stdin:
     }[request["part"]]
     print(json.dumps(fault or answer), flush=True)
 """.replace("QUANTITIES_HERE", json.dumps(QUANTITIES))
+
+
+def test_operators_are_counted_as_an_account_counts_them() -> None:
+    step = benchmark_cuda._small_step(Place(0, DRY), 3)
+    with Tally() as tally:
+        step()
+    assert benchmark_cuda._operators(step) == tally.launches > 3 * 4
 
 
 def _quantities(rate: float = 1.0) -> dict[str, Any]:
@@ -113,7 +122,7 @@ UNTIMED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = [
         "bandwidth": r"needs \d+ B of free memory, and 134217728 B are free",
         "host_to_device": "needs", "device_to_host": "needs",
     }),
-    ("a full card", {"free": 2**26}, {}, {key: "needs" for key in QUANTITIES if key != "launch_seconds"}),
+    ("a full card", {"free": 2**26}, {}, {key: "needs" for key in QUANTITIES if key != "operator_seconds"}),
 ]  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def test_the_regime_names_what_the_step_is_made_of_and_why(
 ) -> None:
     found = fleet(speed, speed)
     for device in found["devices"].values():
-        device["launch_seconds"] = reading(launch, "s", "benchmarked", "made up")
+        device["operator_seconds"] = reading(launch, "s", "benchmarked", "made up")
         device["pcie_width_current"] = reading(width, "", "declared", "made up")
     item = compile_plan(request(), seal(found), account())["step"]["regime"]
     assert item["value"] == regime

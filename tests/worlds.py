@@ -76,7 +76,7 @@ def fleet(*speeds: float, free: int | None = 10**12, sm: str = "8.6") -> dict[st
             "rate_fp16": reading(speed, "FLOP/s", "benchmarked", "made up"),
             "rate_fp32": reading(speed / 2, "FLOP/s", "benchmarked", "made up"),
             "bandwidth": reading(1e15, "B/s", "benchmarked", "made up"),
-            "launch_seconds": reading(1e-12, "s", "benchmarked", "made up"),
+            "operator_seconds": reading(1e-12, "s", "benchmarked", "made up"),
         }
     build = {"torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "triton": "3.6.0", "fla-core": "0.6.0"}
     build |= {"bitsandbytes": "0.50.2"}

@@ -28,7 +28,7 @@ from schemas.form import Json
 COMMAND = (sys.executable, "-P", "-m", "planner.machine.benchmark_cuda")
 MOST_CARDS_OF_ALL_PAIRS = 8
 ALIKE = 0.05  # cards of one name whose medians differ by less are alike
-ALIKE_LAUNCHES = 0.3  # the host's own noise
+ALIKE_OPERATORS = 0.3  # the host's own noise
 _ALL = "all cards"  # the helper that sees them all
 
 
@@ -38,7 +38,7 @@ class Job:
 
     product: int = 4096  # rows and columns
     copy_bytes: int = 2**28
-    chain: int = 64  # small operators in a row
+    layers: int = 8  # of the model whose operators are timed
     repeats: int = 9  # at least
     share: float = 0.4  # seconds that one quantity is timed
     smallest: int = 2**16  # bytes of an all-reduce
@@ -112,7 +112,7 @@ def _card_readings(answer: Json, job: Job) -> dict[str, Json]:
         ("bandwidth", "B/s", f"{copied} within the card, bytes read and written"),
         ("host_to_device", "B/s", f"{copied} from pinned memory"),
         ("device_to_host", "B/s", f"{copied} to pinned memory"),
-        ("launch_seconds", "s", f"one operator of a chain of {job.chain} on 16 numbers, forward and backward"),
+        ("operator_seconds", "s", f"one operator of a model of {job.layers} small layers, forward and backward"),
     )
     quantities = answer.get("quantities", {})
     return {key: _reading(quantities.get(key, answer), unit, what) for key, unit, what in rows}
@@ -218,7 +218,7 @@ def _alike(first: Mapping[str, Json], second: Mapping[str, Json]) -> bool:
         one, other = first[key]["value"], second[key]["value"]
         if one is None or other is None:
             return one is other
-        return bool(abs(other - one) <= (ALIKE_LAUNCHES if key == "launch_seconds" else ALIKE) * one)
+        return bool(abs(other - one) <= (ALIKE_OPERATORS if key == "operator_seconds" else ALIKE) * one)
 
     return all(near(key) for key in first)
 

@@ -30,6 +30,9 @@ _CHECKED_ROWS = 8
 
 Request = Mapping[str, Json]
 
+# Operators without work on a card although their schema does not say that they are views.
+_NO_WORK = frozenset(("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+
 
 def card(request: Request) -> Json:
     """{"quantities": {key: {"samples", "stable", "note"} or {"error"}}, "free": bytes} of the one card it sees."""
@@ -44,7 +47,7 @@ def card(request: Request) -> Json:
         "bandwidth": (3 * size, lambda: _copy(place, request)),
         "host_to_device": (3 * size, lambda: _host_copy(place, request, to_host=False)),
         "device_to_host": (3 * size, lambda: _host_copy(place, request, to_host=True)),
-        "launch_seconds": (0, lambda: _launches(place, request)),
+        "operator_seconds": (0, lambda: _small_model(place, request)),
     }
     found = {key: tried(partial(_fitting, place, *row)) for key, row in rows.items()}
     return {"quantities": found, "free": place.free()}
@@ -112,33 +115,69 @@ def _host_copy(place: Place, request: Request, to_host: bool) -> Json:
     return found if torch.equal(source, back) else {"error": "the copy differs from its source"}
 
 
-def _launches(place: Place, request: Request) -> Json:
-    """Seconds an operator of a chain of small ones takes: the larger of what the host needs to queue it and what the
-    card needs once all are queued. sin forward, cos and mul backward: three operators a link of the chain."""
-    import torch
-
-    weight = torch.zeros(16, device=place.device, requires_grad=True)
-    operators = 3 * request["chain"]
-
-    def chain() -> None:
-        value = weight
-        for _ in range(request["chain"]):
-            value = value.sin()
-        value.sum().backward()  # type: ignore[no-untyped-call]
+def _small_model(place: Place, request: Request) -> Json:
+    """Seconds an operator of a small model takes, forward and backward: the larger of what the host needs to queue it,
+    modules, autocast, views and autograd included, and what the card needs once all are queued."""
+    step = _small_step(place, request["layers"])
+    operators = _operators(step)
 
     def queue() -> float:
         place.wait()
         start = time.perf_counter()
-        chain()
+        step()
         return time.perf_counter() - start
 
     host, stable = settled(lambda count: [queue() for _ in range(count)], request["repeats"], request["share"])
     lead = int(max(host) * 4e9)  # cycles: at 2 GHz twice as long as the host ever took
-    device = [place.times(chain, 1, lead)[0] for _ in range(request["repeats"])]
+    device = [place.times(step, 1, lead)[0] for _ in range(request["repeats"])]
     slower = max((host, device), key=lambda times: sorted(times)[len(times) // 2])
     middles = [f"{sorted(times)[len(times) // 2] / operators:.2e}" for times in (host, device)]
-    note = f"host {middles[0]} s to queue one, card {middles[1]} s to run one: the larger"
+    note = f"{operators} operators: host {middles[0]} s to queue one, card {middles[1]} s to run one: the larger"
     return {"samples": [value / operators for value in slower], "stable": stable, "note": note}
+
+
+def _small_step(place: Place, layers: int) -> Callable[[], Any]:
+    """Forward and backward of a model too small for a card to be busy with, as a training loop calls them."""
+    import torch
+    from torch import nn
+
+    width = 64
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.RMSNorm(width), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width, bias=False))
+        for _ in range(layers)
+    ).to(place.device)
+    inputs = torch.randn(2, 16, width, device=place.device)
+    for parameter in blocks.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        with torch.autocast(place.device.type, torch.float16):  # bfloat16 costs the host as much, where it is there
+            value = inputs
+            for block in blocks:
+                value = value + block(value)
+            loss = value.float().square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    return step
+
+
+def _operators(step: Callable[[], Any]) -> int:
+    """How many operators ``step`` runs, as an account counts them: without views, and without memory merely taken."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        found = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            aliases = [item.alias_info for item in func._schema.returns]
+            view = any(alias is not None and not alias.is_write for alias in aliases)
+            self.found += not (view or func.overloadpacket.__name__ in _NO_WORK)
+            return func(*args, **(kwargs or {}))
+
+    count = Count()  # type: ignore[no-untyped-call]
+    with count:
+        step()
+    return count.found
 
 
 _PARTS: dict[str, Callable[[Request], Json]] = {"card": card, "group": group, "pairs": pairs}

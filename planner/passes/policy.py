@@ -217,8 +217,8 @@ def _rates(ledger: Ledger, base: str, device: str) -> None:
 
 
 def _card_launch(ledger: Ledger, base: str, device: str) -> None:
-    pointer, timed = f"{base}/rates/launch", f"{device}/launch_seconds"
-    if resolve(ledger.draft, device).get("launch_seconds", {}).get("value") is None:
+    pointer, timed = f"{base}/rates/launch", f"{device}/operator_seconds"
+    if resolve(ledger.draft, device).get("operator_seconds", {}).get("value") is None:
         ledger.put(pointer, constants.GPU_LAUNCH_SECONDS.reading())
         return
     ledger.put(f"{pointer}_overhead", constants.GPU_LAUNCH_OVERHEAD.reading())

@@ -380,7 +380,10 @@ def training(options: argparse.Namespace, name: str, batch: int) -> tuple[loop.T
     tokens = batch * options.seq
     data = DataSlice((), 0, options.seq, batch, tokens, 0, batch, options.seq)
     kernels = {"kda": options.kda, "grouped": options.grouped}
-    rank = RankSlice(0, 1, 0, options.device, options.device, None, options.dtype, kernels, (), options.dtype == "fp16")
+    rank = RankSlice(
+        0, 1, 0, options.device, options.device, None, options.dtype, kernels, (), options.dtype == "fp16",
+        "segments" if cuda else "none",
+    )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(options.device):  # where a billion numbers are drawn at once
         model = PRESETS[name].build(config, kernels).float()
