@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from processes import ROOT, environment
 
 
 def bytes_of(expression: str, capability: str | None) -> bytes:
     """What ``expression`` (a bytes value; the tests folder is importable) gives under ATEN_CPU_CAPABILITY."""
-    environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
-    environment |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    if capability:
-        environment["ATEN_CPU_CAPABILITY"] = capability
+    environ = environment(ROOT / "tests", OMP_NUM_THREADS="1")
+    environ.pop("ATEN_CPU_CAPABILITY", None)
+    environ |= {"ATEN_CPU_CAPABILITY": capability} if capability else {}
     module = expression.split(".")[0]
     script = f"import sys, {module}; sys.stdout.buffer.write({expression})"
-    return subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True).stdout
+    return subprocess.run([sys.executable, "-c", script], env=environ, check=True, capture_output=True).stdout
 
 
 def both(expression: str) -> tuple[bytes, bytes]:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,6 +21,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from processes import free_port
 
 MOMENTS = (
     "executor.models.kda:KdaModel.forward", "executor.exchange:sum_over_ranks", "executor.fleet:Ranks.share",
@@ -48,10 +49,7 @@ def start(job: Job, count: int) -> list[dict[str, Any] | None]:
     """Run ``job`` on ``count`` ranks; gives how each ended (outcome, reason, the kinds of its moments in their order),
     None of one that was killed."""
     context = _loaded()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = []
+    port, started = free_port(), []
     for rank in range(count):
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(job, rank, count, port, theirs))

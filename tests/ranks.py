@@ -10,7 +10,6 @@ import io
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
@@ -18,6 +17,8 @@ from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from processes import free_port
 
 ENVIRONMENTS: tuple[dict[str, str], ...] = ({}, {}, {"ATEN_CPU_CAPABILITY": "default"})
 _DEADLINE_SECONDS = 100
@@ -39,7 +40,7 @@ def commands(words: Sequence[Sequence[str]]) -> list[Any]:
 
 
 def _served(job: dict[str, Any], on: Sequence[int]) -> list[Any]:
-    workers, port = _workers(), _free_port()
+    workers, port = _workers(), free_port()
     for rank, worker in enumerate(on):
         world = {"RANK": str(rank), "WORLD_SIZE": str(len(on)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         workers[worker].send((world, job))
@@ -66,12 +67,6 @@ def _workers() -> list[Connection]:
         atexit.register(process.kill)
         connections.append(ours)
     return connections
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(connection: Connection) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 import plans
 from executor import launch
+from processes import ROOT, environment
 from schemas.store import load, write
 
-HOME = Path(__file__).parent.parent
 FAILING = '''
 import os
 import torch
@@ -43,11 +43,10 @@ class Model(nn.Module):
 def command(folder: Path, *words: Any, torchrun: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
     """``python -m executor`` (or torchrun's) in ``folder``, with what torch's launcher left behind removed."""
     start = ["-m", "torch.distributed.run", "--standalone", "-m"] if torchrun else ["-m"]
-    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [sys.executable, *start, "executor", *map(str, words), *consent(folder / words[0])],
         cwd=folder, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ}, check=False,
+        env=environment(OMP_NUM_THREADS="1", **environ), check=False,
     )  # fmt: skip
 
 
@@ -209,7 +208,7 @@ def test_the_ranks_environment_has_nothing_of_another_launcher_and_no_working_fo
             "HOME": "/h",
         },
         4,
-        HOME,
+        ROOT,
     )
     assert {key: found[key] for key in found if key != "PYTHONPATH"} == {
         "HOME": "/h", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "4", launch.GUARD: "1",

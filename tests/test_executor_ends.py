@@ -22,12 +22,12 @@ from executor.hold import Hold
 from executor.reporter import METRICS
 from executor.run import Places, execute
 from executor.stopping import ECHO_SECONDS
+from processes import environment
 from schemas.form import render
 from schemas.store import load, write
-from test_executor_command import HOME, command, consent, written
+from test_executor_command import command, consent, written
 from worlds import compiled, run_of
 
-PATH = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
 PYTHON, TORCHRUN = ["-m", "executor"], ["-m", "torch.distributed.run", "-m", "executor"]
 FAULTY = '''
 import ctypes
@@ -215,7 +215,7 @@ def _started(
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *(start or PYTHON), str(path), "--data", str(data), *consent(path)], cwd=folder, text=True,
-        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", **environ},
+        env=environment(OMP_NUM_THREADS="1", **environ),
         stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 

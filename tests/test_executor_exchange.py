@@ -4,7 +4,6 @@ narrower copies gives. Over gloo, and over NCCL where there are two cards."""
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from planner.door import REDUCES_IN_FLIGHT, staged_elements
+from processes import free_port
 
 BUCKET_BYTES, STEPS, WORLD = 8 * 1024, 3, 2
 WIDTHS = (24, 64, 300, 8)  # one matrix is larger than any bucket
@@ -65,10 +65,7 @@ def _rank(rank: int, port: int, kind: str, results: Any) -> None:
 
 
 def _run(kind: str) -> list[Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context, port = multiprocessing.get_context("spawn"), free_port()
     results: Any = context.Queue()
     processes = [context.Process(target=_rank, args=(rank, port, kind, results)) for rank in range(WORLD)]
     for process in processes:

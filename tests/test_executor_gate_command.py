@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,18 +14,17 @@ import pytest
 import ranks
 from executor import gate
 from executor.gates import compare, link
+from processes import environment
 from schemas.document import reading, unknown
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes for all
 
-ROOT = Path(__file__).parent.parent
 SHORT = ("--mode", "gradref", "--steps", "2", "--device", "cpu")
 
 
 def _run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "executor.gate", *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_the_command_starts_its_ranks_and_tells_every_gate_once(tmp_path: Path) -> None:

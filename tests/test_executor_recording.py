@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from processes import environment
 from schemas.store import load
-from test_executor_command import HOME, command, written
+from test_executor_command import command, written
 
-PATH = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
 MODEL = '''
 import os
 import resource
@@ -62,9 +62,8 @@ def test_a_disk_that_is_full_refuses_the_run(tmp_path: Path, planned: tuple[Path
     path, _ = planned
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
     script = limit + "import runpy; runpy.run_module('executor', run_name='__main__', alter_sys=True)"
-    environ = {**os.environ, "PYTHONPATH": PATH}
     words = [sys.executable, "-c", script, str(path), "--model", "fired_at:Model"]
-    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 3 and "refused (record-unwritable)" in done.stderr, done.stderr
     assert f"the folder {tmp_path} takes no file of " in done.stderr and "(File too large)" in done.stderr
     assert load(path)["runs"] == [] and not (tmp_path / "runs").exists()

@@ -26,10 +26,11 @@ from executor.run import Outcome, Places, execute
 from executor.stopping import ECHO_SECONDS, Stopping
 from planner.refusals.of_runs import checkpoint_bytes
 from planner.refusals.rules import Refused
+from processes import environment
 from schemas.form import render
 from schemas.seal import append_run
 from schemas.store import load, write
-from test_executor_command import HOME, command, written
+from test_executor_command import command, written
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes for all
 
@@ -147,7 +148,7 @@ def run_apart(folder: Path, plan: dict[str, Any], name: str, *words: str) -> tup
     write(path, plan)
     done = subprocess.run(
         [sys.executable, "-m", "executor", path, "--data", folder / plans.CORPUS, "--run-dir", name, *words],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(HOME)}, capture_output=True, text=True, timeout=400,
+        cwd=folder, env=environment(), capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +15,8 @@ from executor import checkpoint, sample
 from executor.models.presets import TINY
 from executor.workloads import build, configure, values
 from plans import SMALL
+from processes import environment
 
-HOME = Path(__file__).parent.parent
 CPU_KERNELS = {
     name: next(row["name"] for row in rows if "cpu" in row["devices"] and not row["toolchain"])
     for name, rows in TINY.kernels.items()
@@ -76,10 +75,9 @@ def own(folder: Path, name: str = "Model", **config: str) -> Path:
 
 
 def command(folder: Path, *words: Any) -> subprocess.CompletedProcess[bytes]:
-    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [sys.executable, "-m", "executor.sample", *map(str, words)], cwd=folder, capture_output=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, check=False,
+        env=environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""), check=False,
     )  # fmt: skip
 
 
@@ -216,11 +214,8 @@ def test_what_cannot_be_asked_is_told(tmp_path: Path, words: list[str], code: in
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     words = [sys.executable, "-m", "executor.sample", str(saved(tmp_path)), "--bytes", "100000"]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-    ) as running:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as running:
         assert running.stdout is not None and running.stderr is not None
         assert running.stdout.read(3)
         running.stdout.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from executor.gates import compare
 from executor.optim.muon import Muon
 from executor.workloads import build, resolve
 from planner.refusals.of_plans import MUON_MEETS_DTENSOR
+from processes import environment
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes and of runs for all
 
@@ -299,7 +299,7 @@ def test_two_cards_that_share_a_model_hold_and_move_what_was_planned(tmp_path: P
     keys = [word for key, size in sizes.items() for word in ("--set", f"{key}={size}")]
     asked = ["--model", "tiny", "--opt", "adamw", "--shard", "fsdp", "--dtype", dtype, "--batch", "4", "--seq", "256"]
     planner = [sys.executable, "-m", "planner", *asked, "--steps", "12", *keys]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environ = environment()
     plan = tmp_path / "plan.json"
     plan.write_bytes(subprocess.run(planner, cwd=tmp_path, env=environ, capture_output=True, check=True).stdout)
     command = [sys.executable, "-m", "executor", "plan.json"]

@@ -20,7 +20,7 @@ import plans
 import ranks
 from executor import trial
 from executor.slices import ExchangeSlice
-from test_executor_command import HOME, command, written
+from test_executor_command import command, written
 
 MUTE = """
 import os
@@ -140,7 +140,6 @@ def test_what_a_fleet_exchanged_is_measured_beside_what_was_foretold(tmp_path: P
 def test_a_fleet_whose_link_hangs_ends_soon_and_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mute_model.py").write_text(MUTE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH")))))
     path, data = written(tmp_path, 2, model="mute_model:Model", steps=4)
     done = command(tmp_path, path, "--data", data)  # which gives up after 100 s; the other rank sleeps for 600
     assert done.returncode == 4, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +13,9 @@ import pytest
 import handmade
 from planner import __main__ as front
 from planner import origin
+from processes import ROOT, environment
 from schemas.form import render
 from schemas.store import load, write
-
-ROOT = Path(front.__file__).resolve().parent.parent
-PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture
@@ -34,9 +31,8 @@ def run_plan(tmp_path: Path) -> str:
 
 
 def _start(*arguments: str, cwd: Path | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": PATH}
     command = [sys.executable, "-m", "planner", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, **more)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60, **more)
 
 
 def test_verify_show_and_diff_of_a_faithful_plan_are_done(plan: str, run_plan: str, capsys: Any) -> None:
@@ -219,8 +215,7 @@ def test_the_model_without_being_asked_is_tiny_on_cpu_ranks_and_small_on_cards()
 
 def test_a_reader_that_goes_away_is_no_traceback(run_plan: str) -> None:
     command = f"'{sys.executable}' -m planner show '{run_plan}' | head -c 1; exit ${{PIPESTATUS[0]}}"
-    environ = {**os.environ, "PYTHONPATH": PATH}
-    done = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command], env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, 141)
     assert not done.stderr
 
@@ -229,8 +224,7 @@ def test_a_reader_that_goes_away_is_no_traceback(run_plan: str) -> None:
 def test_a_full_disk_is_one_message(run_plan: str) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "planner", "show", run_plan]
-        environ = {**os.environ, "PYTHONPATH": PATH}
-        done = subprocess.run(command, env=environ, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2
     assert "No space left" in done.stderr
     assert "Traceback" not in done.stderr
@@ -246,9 +240,8 @@ def test_reading_a_plan_imports_nothing_heavy(arguments: list[str], run_plan: st
         "heavy = {'torch', 'pynvml', 'numpy', 'executor', 'platformdirs'} & set(sys.modules);"
         "print(sorted(heavy), file=sys.stderr)"
     )
-    environ = {**os.environ, "PYTHONPATH": PATH}
     command = [sys.executable, "-c", code, *arguments, run_plan]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "[]"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from planner.passes.cost import STATE
+from processes import environment
 from schemas.store import loads
 
 MINE = """
@@ -61,9 +61,9 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(users: Path, *options: str) -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(users / "cache")}
+    environ = environment(XDG_CACHE_HOME=str(users / "cache"))
     command = [sys.executable, "-m", "planner", *SHAPE, *options]
-    return subprocess.run(command, cwd=users, env=environment, capture_output=True, check=False)
+    return subprocess.run(command, cwd=users, env=environ, capture_output=True, check=False)
 
 
 def test_a_users_own_module_fits_a_budget_by_mechanisms_or_is_refused_by_its_own_parts(users: Path) -> None:

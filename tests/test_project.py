@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from planner.refusals.page import page
+from processes import ROOT
 from schemas.store import load
 
-ROOT = Path(__file__).parent.parent
 ROOMS = ("schemas", "planner", "executor")  # each may import itself and those before it
 
 

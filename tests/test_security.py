@@ -17,10 +17,11 @@ import plans
 from executor import checkpoint, resume
 from executor.guest import file_of
 from planner import __main__ as front
+from processes import environment
 from schemas.form import Unfaithful, render
 from schemas.seal import append_run, seal
 from schemas.store import load, write
-from test_project import ROOT, _modules
+from test_project import _modules
 from worlds import compiled, record, run_of
 
 # Where a module is imported by a name that is made at run time: a user's own model, and three names that are constants.
@@ -92,10 +93,8 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plan_has_no_code_run_that_the_command_does_not_name(
     module: str, words: list[str], code: int, stranger: Path
 ) -> None:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environ = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-m", module, *words]
-    done = subprocess.run(command, cwd=stranger, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=stranger, env=environment(), capture_output=True, text=True, timeout=100)
     assert done.returncode == code, done.stderr
     assert not (stranger / "the code of a stranger ran").exists()
     if code == 3 and module == "executor":

@@ -26,11 +26,11 @@ from typing import IO, Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 import plans  # noqa: E402  # what is imported lies beside
 from executor import resume  # noqa: E402
+from processes import environment  # noqa: E402
 from schemas.store import load  # noqa: E402
 
 MODEL = """
@@ -146,7 +146,7 @@ def measure(case: Case, ranks: int, device: str) -> Seen:
         process = subprocess.Popen(
             [*words, "plan.json", "--data", plans.CORPUS, "--run-dir", "run", "--model", "ends_model:Model"],
             cwd=folder, text=True,
-            env={**_environ(), "FAULT": f"{case.what} {case.rank}"},
+            env=environment(OMP_NUM_THREADS="1", FAULT=f"{case.what} {case.rank}"),
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         assert process.stderr is not None
@@ -168,11 +168,6 @@ def measure(case: Case, ranks: int, device: str) -> Seen:
         )
 
 
-def _environ() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
 def _plan(folder: Path, ranks: int, device: str) -> None:
     (folder / "ends_model.py").write_text(MODEL)
     plans.corpus(folder)
@@ -181,7 +176,8 @@ def _plan(folder: Path, ranks: int, device: str) -> None:
     asked += ["--set", "checkpoint_every=2", "--set", "log_every=1"]
     with (folder / "plan.json").open("wb") as file:
         words = [sys.executable, "-m", "planner", *asked]
-        subprocess.run(words, cwd=folder, env=_environ(), stdout=file, stderr=subprocess.DEVNULL, check=True)
+        environ = environment(OMP_NUM_THREADS="1")
+        subprocess.run(words, cwd=folder, env=environ, stdout=file, stderr=subprocess.DEVNULL, check=True)
     found = sum(len(entry["members"]) for entry in load(folder / "plan.json")["ranks"])
     assert found == ranks, f"the plan is of {found} ranks: show as many cards as --ranks says"
 

@@ -28,6 +28,7 @@ from statistics import fmean
 from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
@@ -36,12 +37,10 @@ from kneser_ney import KneserNey
 from executor.data import Corpus, Reader, open_corpus, stdlib_corpus
 from executor.workloads import configure, resolve, values
 from planner.data import first_held_out
+from processes import ROOT, environment
 from schemas.store import load
 
 Settings = dict[str, str]
-HOME = Path(__file__).resolve().parents[2]
-# Of several Dormouses that could be found, the one that this file is of.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))}
 GRACE_SECONDS = 60.0  # a stopped run records itself, and may be in the middle of an evaluation
 
 
@@ -99,7 +98,7 @@ def planned(run: Run, words: Sequence[str]) -> bool:
     run.folder.mkdir(parents=True, exist_ok=True)
     settings = [word for key, text in run.settings.items() for word in ("--set", f"{key}={text}")]
     command = [sys.executable, "-m", "planner", *words, "--seed", str(run.seed), *settings]
-    done = subprocess.run(command, cwd=HOME, env=ENVIRONMENT, capture_output=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, check=False)
     run.record["command"] = command[1:]
     if done.returncode:
         run.outcome = f"no plan: {done.stderr.decode().strip()}"
@@ -116,9 +115,10 @@ def carry_out(runs: Sequence[Run], jobs: int, deadline: float, data: Sequence[st
         late = time.monotonic() > deadline
         while waiting and len(going) < jobs and not late:
             run = waiting.pop(0)
-            with_log.append((run.folder / "run.log").open("wb"))
+            log, environ = (run.folder / "run.log").open("wb"), environment()
+            with_log.append(log)
             command = [sys.executable, "-m", "executor", str(run.plan), "--run-dir", str(run.folder), *data]
-            run.process = subprocess.Popen(command, cwd=HOME, env=ENVIRONMENT, stdout=with_log[-1], stderr=with_log[-1])
+            run.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
             going.append(run)
         if late:
             _stop(going)
