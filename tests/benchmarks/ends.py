@@ -30,7 +30,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 import plans  # noqa: E402  # what is imported lies beside
 from executor import resume  # noqa: E402
-from processes import environment  # noqa: E402
+from processes import environment, free_port  # noqa: E402
 from schemas.store import load  # noqa: E402
 
 MODEL = """
@@ -104,6 +104,8 @@ STARTS = {
     "torchrun N": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node={ranks}", "-m", "executor"],
 }
 
+LAST_LINES = 4  # of what a run said that ended before its fault
+
 
 @dataclass(frozen=True)
 class Case:
@@ -143,10 +145,11 @@ def measure(case: Case, ranks: int, device: str) -> Seen:
         folder = Path(place)
         _plan(folder, ranks, device)
         words = [sys.executable, *(word.format(ranks=ranks) for word in STARTS[case.start])]
+        more = {"FAULT": f"{case.what} {case.rank}", "OMP_NUM_THREADS": "1"}
+        more["PET_MASTER_PORT"] = str(free_port())  # torch 2.11's torchrun takes one and the same where none is told
         process = subprocess.Popen(
             [*words, "plan.json", "--data", plans.CORPUS, "--run-dir", "run", "--model", "ends_model:Model"],
-            cwd=folder, text=True,
-            env=environment(OMP_NUM_THREADS="1", FAULT=f"{case.what} {case.rank}"),
+            cwd=folder, text=True, env=environment(**more),
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         assert process.stderr is not None
@@ -154,6 +157,10 @@ def measure(case: Case, ranks: int, device: str) -> Seen:
         reader = Thread(target=_read, args=(process.stderr, lines))
         reader.start()
         moment = _until(folder, process, case, lines)
+        if moment is None:
+            reader.join(60)
+            said = [text for _, line in lines if (text := line.strip(" ^"))]
+            raise AssertionError(f"the run ended before its fault; it said last: {' / '.join(said[-LAST_LINES:])}")
         started = psutil.Process(process.pid).children(recursive=True)
         if case.fault in SIGNALS:
             moment = _signal(process, case)
@@ -187,8 +194,9 @@ def _read(stream: IO[str], lines: list[tuple[float, str]]) -> None:
         lines.append((time.time(), line.rstrip("\n")))
 
 
-def _until(folder: Path, process: subprocess.Popen[str], case: Case, lines: list[tuple[float, str]]) -> float:
-    """The moment at which the fault befell its rank, or at which the run that is only signalled is in its midst."""
+def _until(folder: Path, process: subprocess.Popen[str], case: Case, lines: list[tuple[float, str]]) -> float | None:
+    """The moment at which the fault befell its rank, or at which the run that is only signalled is in its midst; None
+    where the run ended before."""
     while process.poll() is None:
         if case.what == "signal" and any("step   8/400" in line for _, line in lines):
             return time.time()
@@ -196,7 +204,7 @@ def _until(folder: Path, process: subprocess.Popen[str], case: Case, lines: list
             if case.what != "signal" and (text := path.read_text()):
                 return float(text)
         time.sleep(0.02)
-    raise AssertionError("the run ended before its fault")
+    return None
 
 
 def _signal(process: subprocess.Popen[str], case: Case) -> float:
