@@ -8,9 +8,12 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from executor import trial
 from executor.files import DataChanged
 from executor.fleet import Fleet, abandon
+from executor.guest import named
 from executor.hold import InUse
 from executor.launch import Terminated
 from executor.meeting import RankFailed, Word
@@ -19,6 +22,7 @@ from executor.watch import keep_stacks, main_is_at
 
 _LATE = re.compile("timed out|timeout", re.I)  # words of a collective whose deadline passed
 _LOST = re.compile(f"gloo|nccl|connection|{_LATE.pattern}", re.I)  # and of one whose other end is gone
+_WITHIN = "make the plan anew with a smaller --fit, a smaller --batch or a mechanism more (--mechanisms)"
 CULPRIT_SECONDS = 3.0
 """A rank that fails by itself says so before its connections close."""
 
@@ -42,7 +46,9 @@ def halted(made: Made, name: str) -> str:
 def ended_by(given: Given, made: Made, error: BaseException) -> tuple[str, str]:
     """(outcome, reason) of a run that ended by ``error`` on this rank: the cause of the rank that failed first,
     where this one only lost its connection, or the signal that another one left at."""
-    text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+    text = named(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        text = f"{text.rstrip('.')}; {_WITHIN}"
     own = f"rank {given.rank.rank}: {text}"
     if isinstance(error, trial.LinkFailed):
         given.meeting.fail(str(error).partition(": ")[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -22,12 +23,21 @@ _NOT_OWN = (*(str(_HOME / room) + os.sep for room in ("executor", "planner", "sc
             sysconfig.get_paths()["stdlib"] + os.sep)  # fmt: skip
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
+# To set the allocator, which the plan does itself: another setting is refused.
+_ADVICE = re.compile(r"\s*\b(If reserved but unallocated|See documentation for Memory Management).*")
+
 
 def told(error: BaseException) -> str:
     """Type and text of ``error`` in one line, with file and line where a user's own code raised it."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     place = _raised_at(error)
-    return f"{type(error).__name__}: {text}" + (f" ({place})" if place else "")
+    return named(error) + (f" ({place})" if place else "")
+
+
+def named(error: BaseException) -> str:
+    """Type and text of ``error`` in one line; of a device that is out of memory torch's numbers without its advice."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    name = type(error).__name__
+    return f"{name}: {_ADVICE.sub('', text) if name == 'OutOfMemoryError' else text}"
 
 
 def _raised_at(error: BaseException) -> str | None:

@@ -67,7 +67,10 @@ class Model(nn.Module):
             if what == "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if what == "memory":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated memory is large try "
+                    "setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+                )
             if what in ("deaf", "apart"):  # in C, where no signal and no exception reaches it
                 lock = ctypes.create_string_buffer(64)
                 for _ in range(2):
@@ -103,8 +106,12 @@ def said(stderr: str) -> list[str]:
         ("kill 0", "rank 0: is gone and left no word"),
         ("kill 1", "rank 1: is gone and left no word"),
         ("freeze 1", "rank 1: did not come to step 4's exchange within 2 s: its process is stopped (SIGSTOP)"),
-        ("hang 0", "rank 0: did not come to step 4's exchange within 2 s: it hangs in forward (faulty_model.py:44)"),
-        ("memory 1", "rank 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."),
+        ("hang 0", "rank 0: did not come to step 4's exchange within 2 s: it hangs in forward (faulty_model.py:47)"),
+        (
+            "memory 1",
+            "rank 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB; make the plan anew with a "
+            "smaller --fit, a smaller --batch or a mechanism more (--mechanisms)",
+        ),
         ("nan 1", "rank 1: loss is not finite at step 4"),
         ("late 1", "rank 1: came to the ranks' exchange only after another had waited 2 s for it"),
         ("late 0", "rank 0: came to the ranks' exchange only after another had waited 2 s for it"),

@@ -252,6 +252,25 @@ def test_another_dtype_or_kernel_is_proposed_only_where_there_is_one() -> None:
     assert "--fit auto" in full and "--dtype" not in full
 
 
+MEMORY = (  # as torch 2.11 said on an H200
+    "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 126.92 GiB is "
+    "free. Process 2696 has 1.86 GiB memory in use. Including non-PyTorch memory, this process has 2.10 GiB memory in "
+    "use. 148.00 MiB allowed; Of the allocated memory 65.63 MiB is allocated by PyTorch, and 16.37 MiB is reserved by "
+    "PyTorch but unallocated."
+)
+ADVICE = (
+    " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to "
+    "avoid fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/"
+    "cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+)
+
+
+def test_of_memory_that_ran_out_torchs_numbers_are_told_and_not_how_to_set_what_the_plan_sets() -> None:
+    assert told(torch.OutOfMemoryError(MEMORY + ADVICE)) == f"OutOfMemoryError: {MEMORY}"
+    assert told(torch.OutOfMemoryError(MEMORY)) == f"OutOfMemoryError: {MEMORY}"
+    assert told(RuntimeError(ADVICE)) == f"RuntimeError: {ADVICE.strip()}"
+
+
 # --- where the data lies ---
 
 STDLIB = Source("stdlib", 1, None, None)
