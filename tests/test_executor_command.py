@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,27 +18,6 @@ import plans
 from executor import launch
 from processes import ROOT, environment
 from schemas.store import load, write
-
-FAILING = '''
-import os
-import torch
-from torch import nn
-
-
-class Model(nn.Module):
-    """Bytes to bytes; on rank 1 its sixth forward raises."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.embedding, self.head, self.calls = nn.Embedding(256, width), nn.Linear(width, 256), 0
-
-    def forward(self, inputs, targets):
-        self.calls += 1
-        if self.calls == 6 and os.environ.get("RANK") == "1":
-            raise ValueError("this card fell out of its slot")
-        logits = self.head(self.embedding(inputs))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-'''
 
 
 def command(folder: Path, *words: Any, torchrun: bool = False, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -62,6 +42,12 @@ def written(folder: Path, ranks: int = 1, **more: Any) -> tuple[Path, Path]:
     data, path = plans.corpus(folder), folder / "plan.json"
     write(path, plans.with_values(plans.plan(data, ranks, **more), values))
     return path, data
+
+
+def befallen(folder: Path, ranks: int = 1, **more: Any) -> tuple[Path, Path]:
+    """(plan, data) lying in ``folder`` beside the model that a fault can befall."""
+    shutil.copy(ROOT / "tests" / "befallen.py", folder)
+    return written(folder, ranks, model="befallen:Model", **{"steps": 8, **more})
 
 
 def test_the_ranks_of_a_plan_are_started_run_and_recorded(tmp_path: Path) -> None:
@@ -89,21 +75,18 @@ def test_torchrun_with_its_default_of_one_process_is_relaunched(tmp_path: Path) 
     assert load(path)["runs"][0]["outcome"] == "finished"
 
 
-def test_a_failing_rank_ends_the_run_soon_is_named_and_recorded(tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "failing_model.py").write_text(FAILING)
-    monkeypatch.chdir(tmp_path)
-    path, data = written(tmp_path, 2, model="failing_model:Model", steps=8)
+def test_a_failing_rank_ends_the_run_soon_is_named_and_recorded(tmp_path: Path) -> None:
+    path, data = befallen(tmp_path, 2)
     start = time.monotonic()
-    done = command(tmp_path, path, "--data", data)
+    done = command(tmp_path, path, "--data", data, FAULT="raise 1", PATIENT="1")
     assert done.returncode == 4, done.stderr
     assert time.monotonic() - start < 30
     cause = "rank 1: ValueError: this card fell out of its slot"
     assert f"dormouse: failed: {cause}" in done.stderr
     (run,) = load(path)["runs"]
     assert (run["outcome"], run["reason"], run["steps"]) == ("failed", cause, 3)
-    assert (
-        "failing_model.py" in (tmp_path / "runs" / load(path)["seal"]["digest"][:12] / "rank-1.traceback").read_text()
-    )
+    kept = tmp_path / "runs" / load(path)["seal"]["digest"][:12] / "rank-1.traceback"
+    assert "befallen.py" in kept.read_text()
 
 
 def test_a_refusal_of_all_ranks_is_printed_once(tmp_path: Path) -> None:

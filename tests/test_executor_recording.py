@@ -12,45 +12,12 @@ import pytest
 
 from processes import environment
 from schemas.store import load
-from test_executor_command import command, written
-
-MODEL = '''
-import os
-import resource
-
-from torch import nn
+from test_executor_command import befallen, command
 
 
-class Model(nn.Module):
-    """Bytes to bytes; at its sixth forward the FAULT befalls the run."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.embedding, self.head, self.calls = nn.Embedding(256, width), nn.Linear(width, 256), 0
-
-    def forward(self, inputs, targets):
-        self.calls += 1
-        if self.calls == 6 and os.environ.get("FAULT") == "delete":
-            os.unlink("plan.json")
-        if self.calls == 6 and os.environ.get("FAULT") == "full":  # no file may grow beyond this any more
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
-        return nn.functional.cross_entropy(self.head(self.embedding(inputs)).flatten(0, 1), targets.flatten())
-'''
-
-
-@pytest.fixture
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A plan of the model above, and its data."""
-    (tmp_path / "fired_at.py").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-    return written(tmp_path, 1, model="fired_at:Model", steps=8)
-
-
-def test_a_run_whose_plan_was_deleted_is_kept_in_its_folder_and_makes_no_plan_anew(
-    tmp_path: Path, planned: tuple[Path, Path]
-) -> None:
-    path, data = planned
-    done = command(tmp_path, path, "--data", data, FAULT="delete")
+def test_a_run_whose_plan_was_deleted_is_kept_in_its_folder_and_makes_no_plan_anew(tmp_path: Path) -> None:
+    path, data = befallen(tmp_path)
+    done = command(tmp_path, path, "--data", data, FAULT="delete 0")
     (kept,) = tmp_path.glob("runs/*/record-*.json")
     assert done.returncode == 4 and not path.exists()
     assert f"{path}: was removed while its run went on" in done.stderr
@@ -58,23 +25,21 @@ def test_a_run_whose_plan_was_deleted_is_kept_in_its_folder_and_makes_no_plan_an
     assert load(kept)["runs"][0]["outcome"] == "finished"
 
 
-def test_a_disk_that_is_full_refuses_the_run(tmp_path: Path, planned: tuple[Path, Path]) -> None:
-    path, _ = planned
+def test_a_disk_that_is_full_refuses_the_run(tmp_path: Path) -> None:
+    path, _ = befallen(tmp_path)
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
     script = limit + "import runpy; runpy.run_module('executor', run_name='__main__', alter_sys=True)"
-    words = [sys.executable, "-c", script, str(path), "--model", "fired_at:Model"]
+    words = [sys.executable, "-c", script, str(path), "--model", "befallen:Model"]
     done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 3 and "refused (record-unwritable)" in done.stderr, done.stderr
     assert f"the folder {tmp_path} takes no file of " in done.stderr and "(File too large)" in done.stderr
     assert load(path)["runs"] == [] and not (tmp_path / "runs").exists()
 
 
-def test_a_disk_that_fills_up_leaves_the_plan_whole_and_the_loss_is_told(
-    tmp_path: Path, planned: tuple[Path, Path]
-) -> None:
-    path, data = planned
+def test_a_disk_that_fills_up_leaves_the_plan_whole_and_the_loss_is_told(tmp_path: Path) -> None:
+    path, data = befallen(tmp_path)
     before = path.read_bytes()
-    done = command(tmp_path, path, "--data", data, FAULT="full")
+    done = command(tmp_path, path, "--data", data, FAULT="full 0")
     assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr
     assert "left no model in runs/" in done.stderr and f"could not be recorded in {path} (" in done.stderr
     assert "kept in no file at all: free some space before the next run" in done.stderr
@@ -83,8 +48,8 @@ def test_a_disk_that_fills_up_leaves_the_plan_whole_and_the_loss_is_told(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes wherever it likes")
-def test_a_folder_that_is_read_only_refuses_the_run(tmp_path: Path, planned: tuple[Path, Path]) -> None:
-    path, data = planned
+def test_a_folder_that_is_read_only_refuses_the_run(tmp_path: Path) -> None:
+    path, data = befallen(tmp_path)
     tmp_path.chmod(0o555)
     try:
         done = command(tmp_path, path, "--data", data)

@@ -2,16 +2,17 @@
 
     python tests/benchmarks/ends.py [--device cuda] [--ranks 2] [--jobs 3] [--out ends.md]
 
-Each run is of a small module of its own, with a checkpoint every second step; at its eighth forward the fault befalls
-one rank, which leaves the moment in a file. Memory runs out for real on a card (the allocator is given a limit, then
-asked for more); a CPU has no limit to give, so there torch's error is raised. After each run the plan must verify, and
-its newest checkpoint be whole.
+Each run is of a small module (``tests/befallen.py``), with a checkpoint every second step; at its eighth forward the
+fault befalls one rank, which leaves the moment in a file. Memory runs out for real on a card (the allocator is given a
+limit, then asked for more); a CPU has no limit to give, so there torch's error is raised. After each run the plan must
+verify, and its newest checkpoint be whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,59 +31,8 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]
 
 import plans  # noqa: E402  # what is imported lies beside
 from executor import resume  # noqa: E402
-from processes import environment, free_port  # noqa: E402
+from processes import ROOT, environment, free_port  # noqa: E402
 from schemas.store import load  # noqa: E402
-
-MODEL = """
-import ctypes
-import os
-import signal
-import time
-
-import torch
-from torch import nn
-
-WHAT, _, RANK = os.environ.get("FAULT", "").partition(" ")
-
-
-def befall():
-    with open(f"fault-{RANK}", "w") as file:
-        file.write(repr(time.time()))
-    if WHAT == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if WHAT == "freeze":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if WHAT == "hang":
-        time.sleep(600)
-    if WHAT == "deaf":
-        lock = ctypes.create_string_buffer(64)
-        for _ in range(2):
-            ctypes.CDLL(None).pthread_mutex_lock(lock)
-    if WHAT == "memory" and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**26) / total)
-        torch.empty(2**30, device="cuda")
-    if WHAT == "memory":
-        raise torch.OutOfMemoryError("out of memory: raised by hand, since a CPU has no limit to give")
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.embedding, self.head, self.calls = nn.Embedding(256, width), nn.Linear(width, 256), 0
-
-    def forward(self, inputs, targets):
-        self.calls += 1
-        hit = self.calls == 8 and os.environ.get("RANK", "0") == RANK
-        if hit:
-            befall()
-        if WHAT == "signal":
-            time.sleep(0.05)
-        logits = self.head(self.embedding(inputs))
-        if hit and WHAT == "nan":
-            logits = logits * float("nan")
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-"""
 
 FAULTS = {
     "kill": "is killed (SIGKILL)",
@@ -93,8 +43,8 @@ FAULTS = {
     "memory": "runs out of memory",
 }
 SIGNALS = {
-    "signal INT": "Ctrl-C",
-    "signal TERM": "SIGTERM",
+    "slow, INT": "Ctrl-C",
+    "slow, TERM": "SIGTERM",
     "hang, INT twice": "Ctrl-C and again 1.5 s later, while the last rank hangs in Python",
     "deaf, INT twice": "Ctrl-C and again 1.5 s later, while the last rank hangs in C",
 }
@@ -104,6 +54,7 @@ STARTS = {
     "torchrun N": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node={ranks}", "-m", "executor"],
 }
 
+MODEL = "befallen:Model"
 LAST_LINES = 4  # of what a run said that ended before its fault
 
 
@@ -145,10 +96,10 @@ def measure(case: Case, ranks: int, device: str) -> Seen:
         folder = Path(place)
         _plan(folder, ranks, device)
         words = [sys.executable, *(word.format(ranks=ranks) for word in STARTS[case.start])]
-        more = {"FAULT": f"{case.what} {case.rank}", "OMP_NUM_THREADS": "1"}
+        more = {"FAULT": f"{case.what} {case.rank}", "FORWARD": "8", "PATIENT": "1", "OMP_NUM_THREADS": "1"}
         more["PET_MASTER_PORT"] = str(free_port())  # torch 2.11's torchrun takes one and the same where none is told
         process = subprocess.Popen(
-            [*words, "plan.json", "--data", plans.CORPUS, "--run-dir", "run", "--model", "ends_model:Model"],
+            [*words, "plan.json", "--data", plans.CORPUS, "--run-dir", "run", "--model", MODEL],
             cwd=folder, text=True, env=environment(**more),
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
@@ -176,9 +127,9 @@ def measure(case: Case, ranks: int, device: str) -> Seen:
 
 
 def _plan(folder: Path, ranks: int, device: str) -> None:
-    (folder / "ends_model.py").write_text(MODEL)
+    shutil.copy(ROOT / "tests" / "befallen.py", folder)
     plans.corpus(folder)
-    asked = ["--devices", f"cpu:{ranks}" if device == "cpu" else "auto", "--model", "ends_model:Model"]
+    asked = ["--devices", f"cpu:{ranks}" if device == "cpu" else "auto", "--model", MODEL]
     asked += ["--data", plans.CORPUS, "--steps", "400", "--batch", "3", "--seq", "64"]
     asked += ["--set", "checkpoint_every=2", "--set", "log_every=1"]
     with (folder / "plan.json").open("wb") as file:
@@ -198,10 +149,10 @@ def _until(folder: Path, process: subprocess.Popen[str], case: Case, lines: list
     """The moment at which the fault befell its rank, or at which the run that is only signalled is in its midst; None
     where the run ended before."""
     while process.poll() is None:
-        if case.what == "signal" and any("step   8/400" in line for _, line in lines):
+        if case.what == "slow" and any("step   8/400" in line for _, line in lines):
             return time.time()
         for path in folder.glob("fault-*"):
-            if case.what != "signal" and (text := path.read_text()):
+            if case.what != "slow" and (text := path.read_text()):
                 return float(text)
         time.sleep(0.02)
     return None
