@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from executor import causes, conditions, kept, measured
 from executor.account import source_digest
 from executor.entry import compose, keep
-from executor.fleet import fingerprint
+from executor.fingerprints import fingerprint
 from executor.meeting import Meeting, RankFailed
 from executor.peaks import pressure
 from executor.state import Given, Made, Outcome

@@ -1,5 +1,5 @@
 """How ranks act as one: the agreed loss and verdict of a step, the one norm, the owners' updates, sums of counts, the
-fingerprints. What a step asks stays on the device; `agreed` reads the verdict once the step is launched.
+comparison of weights. What a step asks stays on the device; `agreed` reads the verdict once the step is launched.
 
 `Alone` is the fleet of a one-rank plan: no process group, nothing between the plain loop and its arithmetic. `Ranks` is
 every other. Collectives of setup have a generous deadline; those of training a short one, so that a dead rank ends the
@@ -8,7 +8,6 @@ run soon.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +25,8 @@ from executor import exchange, trial
 from executor.build import Optimizers, device_of
 from executor.clock import Clock
 from executor.exchange import Exchanged, Reducer
+from executor.fingerprints import lanes
 from executor.owners import Sharing
-from executor.parts import wholes
 from executor.slices import ExchangeSlice, RankSlice
 from executor.trial import Trial
 
@@ -65,7 +64,7 @@ class Fleet(Protocol):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor: ...
     def share(self, updates: list[Tensor]) -> list[Tensor]: ...
     def total(self, counts: Tensor) -> Tensor: ...
-    def fingerprints(self, model: nn.Module) -> list[str]: ...
+    def unlike(self, model: nn.Module) -> list[int]: ...
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]: ...
     def begin(self) -> None: ...
     def exchanged(self) -> Exchanged | None: ...
@@ -106,8 +105,8 @@ class Alone:
     def total(self, counts: Tensor) -> Tensor:
         return counts
 
-    def fingerprints(self, model: nn.Module) -> list[str]:
-        return [fingerprint(model)]
+    def unlike(self, model: nn.Module) -> list[int]:
+        return []
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
@@ -231,13 +230,13 @@ class Ranks:
         dist.all_reduce(counts, group=self._group)
         return counts
 
-    def fingerprints(self, model: nn.Module) -> list[str]:
-        """Every rank's fingerprint, in order of ranks."""
-        mine = torch.tensor(list(bytes.fromhex(fingerprint(model))), dtype=torch.uint8, device=self._device)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
+    def unlike(self, model: nn.Module) -> list[int]:
+        """The ranks whose weights are not rank 0's."""
+        mine = lanes(model)
+        found = mine.new_empty(self.size, len(mine))
         self._enter()
-        dist.all_gather(found, mine, group=self._group)
-        return [bytes(digest.tolist()).hex() for digest in found]
+        dist.all_gather(list(found.unbind()), mine, group=self._group)
+        return [int(rank) for rank in (found != found[0]).any(1).nonzero()]
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Around forwards that no backward follows."""
@@ -291,21 +290,6 @@ def abandon() -> None:
     """Leave the process group without the others, after a failure."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256, in hex, of the bytes of every parameter, then of every buffer that a checkpoint keeps, by name.
-
-    Where parameters are sharded, every rank gathers them, one after another, and comes to a digest of its own.
-    """
-    digest, parameters = hashlib.sha256(), dict(model.named_parameters())
-    buffers = model.state_dict().keys() - parameters.keys()
-    kept = [model.state_dict()[name] for name in sorted(buffers)]
-    ordered = [parameters[name] for name in sorted(parameters)]
-    for tensor in wholes([*ordered, *(item for item in kept if isinstance(item, Tensor))]):
-        data = tensor.cpu().contiguous().reshape(-1)
-        digest.update(data.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def agreed(verdict: Sequence[float]) -> Agreed:

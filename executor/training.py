@@ -11,7 +11,8 @@ from torch import nn
 
 from executor import conditions, kept, loop, smoke, trial
 from executor.build import Optimizers
-from executor.fleet import Alone, Fleet, Ranks, fingerprint
+from executor.fingerprints import fingerprint
+from executor.fleet import Alone, Fleet, Ranks
 from executor.hold import InUse
 from executor.loop import RunFailed, Training
 from executor.meter import Meter

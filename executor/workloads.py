@@ -42,7 +42,7 @@ RUNTIME: tuple[Key, ...] = (
     Key("nonfinite", "choice", "stop", "what a gradient that is not finite does", choices=("stop", "skip")),
     Key("loss_scale", "float", 65536.0, "loss scale of fp16 at the start, a power of two", 1.0, 2.0**100),
     Key("loss_scale_growth", "int", 2000, "steps without an overflow that double the loss scale", 1, 10**9),
-    Key("fingerprint_every", "int", 1, "steps between comparisons of the ranks' weights; 0 is never", 0, 10**9),
+    Key("fingerprint_every", "int", 10, "steps between comparisons of the ranks' weights; 0 is never", 0, 10**9),
     Key("eval_every", "int", 0, "steps between evaluations; 0 is only at the end", 0, 10**9),
     Key("eval_windows", "int", 16, "held-out windows an evaluation reads", 1, 10**6),
     Key("log_every", "int", 10, "steps between log lines", 1, 10**9),

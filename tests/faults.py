@@ -95,4 +95,4 @@ def the_norm_of_own_rows(self: Any, gradients: Any) -> torch.Tensor:
 def rank_one_sees_another_bit(tensors: Any) -> Any:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     for tensor in _wholes(tensors):
-        yield tensor.clone().view(torch.uint8).bitwise_xor(1) if rank == 1 else tensor
+        yield tensor.clone().view(torch.uint8).bitwise_xor(1).view(tensor.dtype) if rank == 1 else tensor

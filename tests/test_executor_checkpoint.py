@@ -18,7 +18,7 @@ from torch import nn
 import plans
 from executor import checkpoint
 from executor.checkpoint import BadCheckpoint, load, put, save
-from executor.fleet import fingerprint
+from executor.fingerprints import fingerprint
 from executor.models.engram import Engram
 from executor.run import Places, execute
 from executor.workloads import build, resolve

@@ -12,7 +12,7 @@ import torch
 
 import plans
 import ranks
-from executor.fleet import fingerprint
+from executor.fingerprints import fingerprint
 from executor.loop import Progress, train
 from executor.run import Places, execute
 from schemas.document import is_decision, resolve, walk

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ import plans
 import ranks
 from executor import build, smoke
 from executor.data import open_corpus
+from executor.fingerprints import LANES, fingerprint, lanes
 from executor.gates import compare
 from executor.slices import data_slice, work_slice
 from test_executor_scaling import WHOLE, training
@@ -21,6 +23,7 @@ from test_executor_scaling import WHOLE, training
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes and of runs for all
 
 STEPS = 20
+EVERY = 10  # steps between comparisons of the ranks' weights, where a plan does not say
 BUCKET_BYTES = 64 * 1024  # several buckets even in so small a model
 LOSS_BOUND = 1e-3
 ONE_STEP_BOUND = 1e-6
@@ -88,7 +91,7 @@ def one_step_gate(results: Any, one: Any) -> float:
 def identity_gate(results: Any) -> int:
     """How many steps left equal weights on both ranks, as the ranks found themselves and as seen from outside."""
     assert results[0]["outcome"] == "finished", results[0]["reason"]
-    assert results[0]["entry"]["fingerprints_compared"] == STEPS
+    assert results[0]["entry"]["fingerprints_compared"] == STEPS // EVERY
     assert not compare.steps_apart([result["fingerprints"] for result in results])
     return len(set(results[0]["fingerprints"]))
 
@@ -200,16 +203,34 @@ def test_bytes_reduced_other_than_planned_end_the_run(folder: Path) -> None:
 
 
 def test_the_fingerprint_is_of_the_weights_and_of_the_buffers_that_a_checkpoint_keeps() -> None:
-    from executor.fleet import fingerprint
-
     model = torch.nn.Linear(2, 2)
     model.register_buffer("kept", torch.zeros(2))
     model.register_buffer("scratch", torch.zeros(2), persistent=False)
-    first = fingerprint(model)
     for name, changes in (("scratch", False), ("kept", True), ("weight", True)):
+        first, folded = fingerprint(model), lanes(model)
         getattr(model, name).data[0] += 1
         assert (fingerprint(model) != first) == changes
-        first = fingerprint(model)
+        assert (not torch.equal(lanes(model), folded)) == changes
+
+
+def test_the_lanes_of_a_model_are_the_sums_of_its_numbers_bits_and_show_any_bit() -> None:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(size)) for size in (3, LANES, 5 * LANES + 7)])
+    found, large = lanes(model), model[2].detach()
+    bits = large[: 5 * LANES].numpy().view(np.int32).reshape(5, LANES).astype(np.int64)
+    whole = [model[0].detach(), model[1].detach(), large[5 * LANES :]]
+    wanted = [
+        *(item.numpy().tobytes() for item in whole[:2]),
+        bits.sum(0).tobytes(),
+        whole[2].numpy().tobytes(),
+    ]
+    assert found.numpy().tobytes() == b"".join(wanted)
+    for parameter in model:
+        for place in (0, len(parameter) // 2, len(parameter) - 1):
+            raw = parameter.data.view(torch.int32)
+            raw[place] ^= 1  # the last bit of one number
+            assert not torch.equal(lanes(model), found)
+            raw[place] ^= 1
+    assert torch.equal(lanes(model), found)
 
 
 def test_the_smoke_launch_leaves_buffers_as_they_were(folder: Path) -> None:
@@ -224,7 +245,6 @@ def test_the_smoke_launch_leaves_buffers_as_they_were(folder: Path) -> None:
 
 def test_a_one_rank_plan_is_the_plain_loop_byte_for_byte(folder: Path) -> None:
     """The loop below knows the model, the optimizers and the windows, and nothing of loop, fleet and measuring."""
-    from executor.fleet import fingerprint
     from executor.optim.adamw import AdamW
     from executor.optim.muon import Muon
     from executor.optim.routing import split

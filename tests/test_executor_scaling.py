@@ -20,7 +20,8 @@ from devices import DEVICES, relative
 from executor import build, loop
 from executor.clock import Clock
 from executor.data import Corpus, Reader
-from executor.fleet import Alone, fingerprint
+from executor.fingerprints import fingerprint
+from executor.fleet import Alone
 from executor.loop import Progress, RunFailed, Training, train
 from executor.meter import Meter
 from executor.models.presets import TINY

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch import nn
 
 from executor import build
-from executor.fleet import fingerprint
+from executor.fingerprints import fingerprint
 from executor.parts import whole
 from executor.precision import compute_in
 from executor.slices import data_slice, rank_slice, work_slice, world_size
