@@ -94,11 +94,11 @@ class Tally(TorchDispatchMode):
     ``tables``: those of them whose dense gradient, as large as a table, is counted apart: it comes late in backward,
     and beside it no sum of tokens would be seen. ``place``: tells what part of a model runs.
 
-    Attributes: flops (matrix products only), bytes (read and written), launches (operators that are no views), live and
-    peak (bytes alive now, and the most so far), course (after each operator the bytes alive, what an opaque one took
-    within itself included, and that part alone), host (the most bytes that were alive in host memory), link (bytes
-    moved to host memory and back), tables_bytes (read and written of tables' gradients), tables_peak (the most bytes
-    alive beside one).
+    Attributes: flops (matrix products only), bytes (read and written), launches (operators that are no views; an
+    opaque one is as many as launching its kernels costs the host), live and peak (bytes alive now, and the most so
+    far), course (after each operator the bytes alive, what an opaque one took within itself included, and that part
+    alone), host (the most bytes that were alive in host memory), link (bytes moved to host memory and back),
+    tables_bytes (read and written of tables' gradients), tables_peak (the most bytes alive beside one).
     """
 
     def __init__(

@@ -113,12 +113,12 @@ def test_a_gather_and_a_sum_are_an_all_reduce_together() -> None:
 
 
 def test_what_a_device_computes_beside_hides_gathers_and_sums_but_not_on_gloo() -> None:
-    moves = Moves(1e6, 4.0, ((1e6, 4.0), (1e6, 3.0)))
+    moves = Moves(1e6, 4.0, 2.5e5, ((1e6, 4.0), (1e6, 3.0)))
     assert moves.waited(30.0, 4.0, 1.0) == pytest.approx(1.0)  # a quarter of each has nothing to hide behind
     assert moves.waited(0.0, 4.0, 1.0) == 4.0
     assert moves.exposed(2.0, 3.0, 4.0, 1.0) == pytest.approx(1.0 + moves.waited(3.0, 4.0, 1.0))
-    assert Moves(1e6, 4.0, moves.gathers, overlaps=False).waited(30.0, 4.0, 1.0) == 4.0
-    assert Moves(1e6, 4.0).waited(3.0, 4.0, 0.0) == waited_seconds(3.0, 4.0, 4.0)
+    assert Moves(1e6, 4.0, 2.5e5, moves.gathers, overlaps=False).waited(30.0, 4.0, 1.0) == 4.0
+    assert Moves(1e6, 4.0, 4e5).waited(3.0, 4.0, 0.0) == waited_seconds(3.0, 4.0, 0.4) == pytest.approx(2.0)
 
 
 def test_cpu_ranks_wait_for_all_that_they_exchange() -> None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from executor.kernels import tuned
-from executor.kernels.registry import cost, lookup, register
+from executor.kernels.registry import TRITON_LAUNCH, cost, lookup, register
 from planner.door import KernelRow
 
 ROWS: tuple[KernelRow, ...] = (
@@ -106,8 +106,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _product.register_autograd(_backward, setup_context=_keep)
-cost("dormouse::grouped", lambda x, w, *_, out: 2 * x.shape[0] * w.shape[1] * w.shape[2], launches=1)
-cost("dormouse::grouped_weights", lambda x, grad, *_, out: 2 * x.shape[0] * x.shape[1] * grad.shape[1], launches=1)
+cost("dormouse::grouped", lambda x, w, *_, out: 2 * x.shape[0] * w.shape[1] * w.shape[2], launches=TRITON_LAUNCH)
+cost(
+    "dormouse::grouped_weights",
+    lambda x, grad, *_, out: 2 * x.shape[0] * x.shape[1] * grad.shape[1],
+    launches=TRITON_LAUNCH,
+)
 
 
 def _entered(choice: str) -> Callable[..., Tensor]:

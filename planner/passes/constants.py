@@ -54,7 +54,7 @@ LOOPBACK_LATENCY = Assumed(2e-4, 5e-5, 1e-3, "s", "one gloo step between process
 
 GPU_LAUNCH_SECONDS = Assumed(2.0e-5, 8e-6, 6e-5, "s", "host time of a PyTorch operator on a card: 2e-5 seen")
 # A timed card is timed at its best: one large product, one large copy, a small model's operators. A model's own mix
-# reaches a share of that, and an operator of it costs more host time: Triton's launches from Python, colder caches.
+# reaches a share of that, and an operator of it costs more host time: colder caches.
 GPU_MIX_EFFICIENCY = Assumed(0.6, 0.4, 1.0, "", "share of a timed rate that a model's mix reaches: 0.55 seen")
 GPU_LAUNCH_OVERHEAD = Assumed(1.1, 0.8, 1.6, "", "host time of a model's operator over a small model's: 1.1 seen")
 GPU_BUCKET_SECONDS = Assumed(1.5e-4, 5e-5, 5e-4, "s", "hook, casts and stream waits of a bucket: 1e-4 to 3e-4 seen")

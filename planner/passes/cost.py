@@ -60,15 +60,11 @@ def seconds(
     return rows + (launches * launch + work + copies if kind == "cpu" else max(launches * launch, work, copies))
 
 
-def hidden_seconds(slowest: float, all_reduce: float, buckets: float) -> float:
-    """The part of the all-reduce that lies behind backward: all buckets but the last may, behind that of the rank that
-    computes ``slowest``, which is 2/3 of its compute. A bucket is reduced once every rank has it."""
-    return (buckets - 1) / buckets * min(all_reduce, BACKWARD_SHARE * slowest)
-
-
-def waited_seconds(slowest: float, all_reduce: float, buckets: float) -> float:
-    """The part of the all-reduce that is not hidden."""
-    return all_reduce - hidden_seconds(slowest, all_reduce, buckets)
+def waited_seconds(slowest: float, all_reduce: float, last: float) -> float:
+    """The part of the all-reduce that is not hidden: all buckets but the last, which is a share ``last`` of the bytes,
+    may lie behind the backward of the rank that computes ``slowest``, which is 2/3 of its compute. A bucket is reduced
+    once every rank has it."""
+    return all_reduce - min(max(0.0, 1 - last) * all_reduce, BACKWARD_SHARE * slowest)
 
 
 def ratio_at(points: Sequence[Sequence[float]], batch: float, at: int = 1) -> float:

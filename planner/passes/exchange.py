@@ -33,7 +33,7 @@ def exchange(
         _sharded(ledger, account)
         _alone(ledger, world)
         return ledger.draft
-    _payload(ledger, world)
+    _payload(ledger, world, account)
     calibrate_link(ledger, request, account)
     calibrated_time(
         ledger,
@@ -73,7 +73,7 @@ def _alone(ledger: Ledger, world: int) -> None:
     ledger.compute("/exchange/bus_rate", "B/s", rate, sources, why, measurable=True)
 
 
-def _payload(ledger: Ledger, world: int) -> None:
+def _payload(ledger: Ledger, world: int, account: Mapping[str, Json]) -> None:
     width = DTYPE_BYTES[ledger.value("/exchange/reduce_dtype")]
     sources = ["/workload/parameters/total", "/exchange/reduce_dtype"]
     why = f"gradients at {width} B an element"
@@ -86,6 +86,10 @@ def _payload(ledger: Ledger, world: int) -> None:
     gradients = ["/workload/parameters/total", "/exchange/bucket_bytes"]
     why = "fp32 gradient bytes / bucket bytes, rounded up: at least so many, since a tensor is never cut"
     ledger.compute("/exchange/buckets", "", lambda n, size: -(-4 * n // size), gradients, why)
+    table = width * account["parameters"]["tables"] // max(1, account["tensors"]["tables"])
+    why = f"a bucket, or a table's gradient ({table} B), which is whole only when backward ends and is never cut"
+    sources = ["/exchange/payload", "/exchange/buckets", "/workload/digest"]
+    ledger.compute("/exchange/last_bucket", "B", lambda all_of, n, _: max(all_of / n, table), sources, why)
     why = f"2(P-1)/P payloads a rank, P = {world}"
     ledger.compute("/exchange/volume", "B", lambda n: round(ring_volume(n, world)), ["/exchange/payload"], why)
 

@@ -16,12 +16,13 @@ FORWARD_SHARE = 1 - BACKWARD_SHARE
 
 @dataclass(frozen=True)
 class Moves:
-    """What a step moves: ``payload`` bytes summed in ``buckets``; and where parameters are sharded ``gathers``: bytes
-    and how many gathers of forward, then of backward (none: they are not). ``overlaps``: the device computes meanwhile,
-    which gloo's ranks do not."""
+    """What a step moves: ``payload`` bytes summed in ``buckets``, ``last`` of them in the last; and where parameters
+    are sharded ``gathers``: bytes and how many gathers of forward, then of backward (none: they are not).
+    ``overlaps``: the device computes meanwhile, which gloo's ranks do not."""
 
     payload: float
     buckets: float
+    last: float
     gathers: tuple[tuple[float, float], tuple[float, float]] | None = None
     overlaps: bool = True
 
@@ -39,7 +40,7 @@ class Moves:
         """Of ``total`` seconds of collectives, ``forward`` of them in forward, those that are not hidden behind the
         compute of the rank that computes longest. The first gather and the last sum have nothing to hide behind."""
         if self.gathers is None:
-            return waited_seconds(slowest, total, self.buckets)
+            return waited_seconds(slowest, total, self.last / self.payload)
         if not self.overlaps:
             return total
         share = (self.buckets - 1) / self.buckets
@@ -54,9 +55,9 @@ class Moves:
 def moves_of(draft: Mapping[str, Json]) -> Moves:
     """The exchange of a draft, whose bytes are decided."""
     part = draft["exchange"]
-    plain = Moves(part["payload"]["value"], part["buckets"]["value"])
+    payload, buckets = part["payload"]["value"], part["buckets"]["value"]
     if not is_sharded(draft):
-        return plain
+        return Moves(payload, buckets, part["last_bucket"]["value"])
     ahead = part["forward_bytes"]["value"], part["forward_count"]["value"]
     again = part["backward_bytes"]["value"], part["backward_count"]["value"]
-    return Moves(plain.payload, plain.buckets, (ahead, again), part["backend"]["chosen"] == "nccl")
+    return Moves(payload, buckets, payload / buckets, (ahead, again), part["backend"]["chosen"] == "nccl")

@@ -110,8 +110,8 @@ def _exchange(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
 
 
 def _ahead(ledger: Ledger) -> str:
-    """The input of an exchange beside its seconds: those of its forward, or how many buckets may hide."""
-    return "/exchange/forward_seconds" if "forward_seconds" in ledger.draft["exchange"] else "/exchange/buckets"
+    """The input of an exchange beside its seconds: those of its forward, or the bytes that cannot hide."""
+    return "/exchange/forward_seconds" if "forward_seconds" in ledger.draft["exchange"] else "/exchange/last_bucket"
 
 
 def _hidden(ledger: Ledger) -> None:
