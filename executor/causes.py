@@ -17,12 +17,15 @@ from executor.guest import named
 from executor.hold import InUse
 from executor.launch import Terminated
 from executor.meeting import RankFailed, Word
+from executor.pulse import Work
 from executor.state import Given, Made
-from executor.watch import keep_stacks, main_is_at
+from executor.watch import keep_stacks, main_is_at, within
 
 _LATE = re.compile("timed out|timeout", re.I)  # words of a collective whose deadline passed
 _LOST = re.compile(f"gloo|nccl|connection|{_LATE.pattern}", re.I)  # and of one whose other end is gone
 _WITHIN = "make the plan anew with a smaller --fit, a smaller --batch or a mechanism more (--mechanisms)"
+_NO_PYTHON = ": it hangs where its Python cannot run"
+_STACKS_SECONDS = 1.0
 CULPRIT_SECONDS = 3.0
 """A rank that fails by itself says so before its connections close."""
 
@@ -75,20 +78,28 @@ def ended_by(given: Given, made: Made, error: BaseException) -> tuple[str, str]:
     return "failed", own
 
 
-def hung(given: Given, made: Made, insisted: str | None) -> tuple[str, str]:
-    """(outcome, reason) of a run whose own thread hangs on this rank; ``insisted`` is the signal that asked twice."""
+def hung(given: Given, made: Made, insisted: str | None, stalled: Work | None) -> tuple[str, str]:
+    """(outcome, reason) of a run whose own thread hangs on this rank; ``insisted`` is the signal that asked twice,
+    ``stalled`` the work that does not go on: this rank's own fault where no other is in it."""
     assert made.fleet is not None  # it is watched from then on
-    keep_stacks(_traceback_file(given))
-    given.meeting.end(Word(made.fleet.waited(), made.fleet.came(), main_is_at(), insisted))
-    silence = None if made.peers.gone() else _late(made, made.fleet)
-    reason = given.meeting.culprit(CULPRIT_SECONDS, silence)
+    at, own = main_is_at(), stalled is not None and not stalled.joint and insisted is None
+    if stalled is not None and own and _first_to_fail(given, made) is None:
+        told = f"{stalled.what} has not moved for {made.fleet.deadline:g} s: it hangs in {at}"
+        _fail(given, made, told)
+        _keep_stacks(given)
+        return "failed", f"rank {given.rank.rank}: {told}"
+    given.meeting.end(Word(made.fleet.waited(), made.fleet.came(), at, insisted))
+    _keep_stacks(given)
+    late = _late(made, made.fleet)
+    silence = late if made.pulse.work is not None else f"gives no sign of life{_stopped(made) or _NO_PYTHON}"
+    reason = given.meeting.culprit(CULPRIT_SECONDS, None if made.peers.gone() else silence, late)
     if (name := given.meeting.stopped()) is not None and (reason is None or insisted):
         return "stopped", halted(made, name)
     if reason is not None:
         return "failed", reason
     return "failed", (
-        f"all ranks: step {made.progress.steps + 1}'s exchange did not end within {made.fleet.deadline:g} s, "
-        "though every rank came to it: a device or the link between two hangs (NCCL_P2P_DISABLE=1 may help)"
+        f"all ranks: {_exchange(made)} did not end within {made.fleet.deadline:g} s, though every rank came as far: "
+        f"a device or the link between two hangs (NCCL_P2P_DISABLE=1 may help); rank {given.rank.rank} is in {at}"
     )
 
 
@@ -129,8 +140,16 @@ def _who_was_lost(given: Given, made: Made, text: str) -> str | None:
 
 
 def _late(made: Made, fleet: Fleet) -> str:
-    still = ": its process is stopped (SIGSTOP)" if made.peers.stopped() else ""
-    return f"did not come to step {made.progress.steps + 1}'s exchange within {fleet.deadline:g} s{still}"
+    return f"did not come to {_exchange(made)} within {fleet.deadline:g} s{_stopped(made)}"
+
+
+def _stopped(made: Made) -> str:
+    return ": its process is stopped (SIGSTOP)" if made.peers.stopped() else ""
+
+
+def _exchange(made: Made) -> str:
+    """What the ranks have to come to; where this one is in no work, it waits for the others to be done with theirs."""
+    return "where the others wait" if made.pulse.work is None else f"{made.pulse.work.what}'s exchange"
 
 
 def _keep_traceback(given: Given, error: BaseException) -> None:
@@ -138,6 +157,10 @@ def _keep_traceback(given: Given, error: BaseException) -> None:
     with suppress(OSError):  # the message and the record have the cause
         given.places.run_dir.mkdir(parents=True, exist_ok=True)
         _traceback_file(given).write_text(text, encoding="utf-8")
+
+
+def _keep_stacks(given: Given) -> None:
+    within(_STACKS_SECONDS, lambda: keep_stacks(_traceback_file(given)))  # it may be the disk that hangs
 
 
 def _traceback_file(given: Given) -> Path:

@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
@@ -38,7 +38,8 @@ DOCUMENT, MODEL = "checkpoint.json", "model.safetensors"
 FINAL = "final"
 """The folder, in a run's, of the model that it left."""
 CHUNK_BYTES = 2**26
-"""What is copied to the host, written and digested at a time."""
+"""What is copied to the host, written and digested at a time; and at most lies in the system's memory before it is on
+the disk: so a file goes on in pieces that a slow disk, too, takes within seconds."""
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL",
@@ -84,11 +85,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def save(folder: Path, model: nn.Module, facts: Mapping[str, Json]) -> Path:
+def save(folder: Path, model: nn.Module, facts: Mapping[str, Json], beat: Callable[[], None] = lambda: None) -> Path:
     """Put ``model`` into ``folder`` with ``facts`` beside it: written whole under another name, fsync, rename.
 
     A checkpoint that lies there already is replaced: until the new one is complete it stays as it is. Of a sharded
-    model, this is one rank's part; every other rank calls `accompany` meanwhile.
+    model, this is one rank's part; every other rank calls `accompany` meanwhile. ``beat`` is as in `write`.
 
     Raises:
         BadCheckpoint: the model's state has something that a checkpoint cannot hold.
@@ -97,25 +98,35 @@ def save(folder: Path, model: nn.Module, facts: Mapping[str, Json]) -> Path:
     tensors = tensors_of(model)
     made = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.new")
     try:
-        complete(made, folder, facts, {MODEL: write(made / MODEL, tensors)})
+        complete(made, folder, facts, {MODEL: write(made / MODEL, tensors, beat)}, beat)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
     return folder
 
 
-def complete(made: Path, folder: Path, facts: Mapping[str, Json], files: Mapping[str, Json]) -> None:
+def complete(
+    made: Path,
+    folder: Path,
+    facts: Mapping[str, Json],
+    files: Mapping[str, Json],
+    beat: Callable[[], None] = lambda: None,
+) -> None:
     """Make the folder ``made``, which holds ``files`` (their rows by `write`), the checkpoint in ``folder``.
 
-    Its document comes last and the name at the very end: what has the name is whole. Raises OSError.
+    Its document comes last and the name at the very end: what has the name is whole. ``beat`` is as in `write`. Raises
+    OSError.
     """
     body = {"format": FORMAT, "format_version": VERSION, **facts, "files": dict(files)}
     with (made / DOCUMENT).open("xb") as file:
         file.write(render({**body, "digest": _digest(body)}))
         _settle(file)
+    beat()
     sync_folder(made)
+    beat()
     _replace(made, folder)
     sync_folder(folder.parent)
+    beat()
 
 
 def no_room_reason(folder: Path, model: nn.Module) -> str | None:
@@ -239,16 +250,17 @@ def _header(rows: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Json]:
+def write(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None] = lambda: None) -> dict[str, Json]:
     """Write ``tensors`` to ``path``, whose folder is made; gives the file's row. The widest come first: so each lies on
     its own width. Tensors of which ranks hold parts are made whole one by one, with every other rank in `accompany`.
+    ``beat`` is called whenever a piece of the file was taken.
 
     Raises OSError.
     """
     order = _order(tensors)
     rows = [(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in order]
     header = _header(rows)
-    sha256, length = hashlib.sha256(header), len(header)
+    sha256, length, settled = hashlib.sha256(header), len(header), 0
     pending = wholes(tensors[name] for name in order)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -260,7 +272,13 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Json]:
                     file.write(data)
                     sha256.update(data)
                     length += len(data)
+                    beat()
+                    if length - settled >= CHUNK_BYTES:
+                        _settle(file)
+                        settled = length
+                        beat()
             _settle(file)
+            beat()
     finally:
         deque(pending, maxlen=0)  # the other ranks give their parts of every tensor, whatever became of the file
     described = [{"name": name, "dtype": CODES[dtype], "shape": list(shape)} for name, dtype, shape in rows]

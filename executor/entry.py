@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -80,19 +80,22 @@ def keep(
         record(path, plan, entry, new)
     except (OSError, Unfaithful) as error:
         why = f"could not be recorded in {path} ({error})"
-        return f"{why}; {_aside(plan, path, run_dir, entry, os.path.lexists(path) and isinstance(error, Unfaithful))}"
+        other = os.path.lexists(path) and isinstance(error, Unfaithful)
+        return f"{why}; {aside(plan, path, (run_dir, Path(tempfile.gettempdir())), entry, other)}"
     return None
 
 
-def _aside(plan: Mapping[str, Json], path: Path, run_dir: Path, entry: Mapping[str, Json], other: bool) -> str:
-    """Keep the plan with its run beside the metrics, and say where and what to do with it. ``other``: something else
-    lies at ``path``, which must not be lost."""
+def aside(
+    plan: Mapping[str, Json], path: Path, folders: Iterable[Path], entry: Mapping[str, Json], other: bool = False
+) -> str:
+    """Keep the plan with its run in the first of ``folders`` that takes it, and say where and what to do with it.
+    ``other``: something else lies at ``path``, which must not be lost."""
     document: Mapping[str, Json]
     try:
         document, what = with_run(plan, entry, str(path)), "the plan with this run is kept in"
     except Unfaithful as error:
         document, what = entry, f"its entry alone ({error}) is kept in"
-    for folder in (run_dir, Path(tempfile.gettempdir())):
+    for folder in folders:
         kept = folder / f"record-{entry['id']}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)

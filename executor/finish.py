@@ -3,23 +3,29 @@ recorded, undisturbed."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 from executor import causes, conditions, kept, measured
 from executor.account import source_digest
-from executor.entry import compose, keep
+from executor.checkpoint import FINAL
+from executor.entry import aside, compose, keep
 from executor.fingerprints import fingerprint
+from executor.fleet import patience
 from executor.meeting import Meeting, RankFailed
 from executor.peaks import pressure
 from executor.state import Given, Made, Outcome
 from executor.stopping import undisturbed
-from executor.watch import PATIENCE_SECONDS, within
+from executor.watch import PATIENCE_SECONDS, Stall, while_it_moves, within
 from schemas.form import Json
 
 _GATHER_SECONDS = 20.0  # ranks that left the loop together come within a moment, or not at all
 _GIVEN_SECONDS = PATIENCE_SECONDS + 1.5  # and those that end each by itself leave what they measured, or not at all
 _CONDITIONS = "conditions"  # beside what a rank measured
 _READ_SECONDS = 2.0  # what a card whose queue hangs has to answer
+_RECORD_SECONDS = 6.0  # for a file of some hundred thousand bytes
 
 
 def finish(given: Given, made: Made, outcome: str, reason: str | None, agreed: bool, hangs: bool = False) -> Outcome:
@@ -32,8 +38,8 @@ def finish(given: Given, made: Made, outcome: str, reason: str | None, agreed: b
         mine = within(_READ_SECONDS, lambda: _measured(given, made)) if hangs else _measured(given, made)
         gathered = _gathered(given.meeting, mine) if agreed else None
         keeps = outcome == "finished" and kept.keeps_model(given) and not given.sharded
-        notice = kept.keep_model(given, made) if keeps else made.unkept
-        made.reporter.close()
+        notice = _keep_model(given, made) if keeps else made.unkept
+        within(_READ_SECONDS, made.reporter.close)  # a disk that hangs was not to be waited for
         if gathered is None:
             given.meeting.give(mine)
         speaks = given.rank.rank == 0 if gathered is not None else given.meeting.speaks(causes.CULPRIT_SECONDS)
@@ -42,12 +48,33 @@ def finish(given: Given, made: Made, outcome: str, reason: str | None, agreed: b
             ranks = {**_left(given, made), given.rank.rank: mine} if gathered is None else gathered
             entry = _entry(given, made, outcome, reason, ranks)
             if given.places.record is not None:
-                unkept = keep(given.plan, given.places.record, given.places.run_dir, entry, given.new_record)
+                unkept = _keep(given, given.places.record, entry, outcome)
                 notice = "; it ".join(filter(None, (notice, unkept))) or None
             if gathered is None and given.leave is not None:
                 made.peers.kill(given.meeting.silent())
         newest = made.keeper.newest if made.keeper is not None and outcome == "failed" else None
         return Outcome(outcome, reason, gathered is not None, speaks, made.model, entry, notice, newest, given.store)
+
+
+def _keep_model(given: Given, made: Made) -> str | None:
+    """Leave the trained model, as long as that goes on; why it could not be left."""
+    seconds = patience(given.exchange)
+    found = while_it_moves(Stall(made.pulse, lambda _: seconds), lambda: (kept.keep_model(given, made),))
+    folder = given.places.run_dir / FINAL
+    return f"left no model in {folder} (nothing of it was written for {seconds:g} s)" if found is None else found[0]
+
+
+def _keep(given: Given, record: Path, entry: dict[str, Json], outcome: str) -> str | None:
+    """Record ``entry``; what has to be told of that. A run that failed may have failed by a disk that hangs."""
+    job = partial(keep, given.plan, record, given.places.run_dir, entry, given.new_record)
+    if outcome != "failed":
+        return job()
+    found = within(_RECORD_SECONDS, lambda: (job(),))
+    if found is not None:
+        return found[0]
+    elsewhere = [Path(tempfile.gettempdir())]
+    kept = within(_READ_SECONDS, lambda: aside(given.plan, record, elsewhere, entry)) or "nor elsewhere"
+    return f"could not be recorded in {record} within {_RECORD_SECONDS:g} s; {kept}"
 
 
 def _gathered(meeting: Meeting, mine: Json) -> dict[int, Json] | None:

@@ -66,6 +66,7 @@ class Fleet(Protocol):
     def total(self, counts: Tensor) -> Tensor: ...
     def unlike(self, model: nn.Module) -> list[int]: ...
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]: ...
+    def saving(self) -> AbstractContextManager[None]: ...
     def begin(self) -> None: ...
     def exchanged(self) -> Exchanged | None: ...
     def held(self) -> list[Tensor]: ...
@@ -109,6 +110,9 @@ class Alone:
         return []
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def saving(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin(self) -> None:
@@ -163,8 +167,7 @@ class Ranks:
             timeout=SETUP_TIMEOUT,
             device_id=self._device if on_card else None,
         )
-        longest = UNKNOWN_STEP_SECONDS if plan.step_seconds is None else plan.step_seconds
-        self.deadline = STEP_TIMEOUT.total_seconds() + round(longest)
+        self.deadline = patience(plan)
         """Seconds that a rank waits for another in a step."""
         self._patience = SETUP_TIMEOUT if watched else timedelta(seconds=self.deadline)
         group = dist.new_group(timeout=self._patience)
@@ -242,6 +245,10 @@ class Ranks:
         """Around forwards that no backward follows."""
         return nullcontext()
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Around a checkpoint's writing, in which ranks may wait for another's disk."""
+        return nullcontext()
+
     def begin(self) -> None:
         self._reducer.begin()
 
@@ -284,6 +291,12 @@ class Ranks:
         self._enter()
         dist.barrier(device_ids=[0] if self._device.type == "cuda" else None)
         dist.destroy_process_group()
+
+
+def patience(plan: ExchangeSlice) -> float:
+    """Seconds for which nothing may move in a step, or in what takes less than one at a time."""
+    longest = UNKNOWN_STEP_SECONDS if plan.step_seconds is None else plan.step_seconds
+    return STEP_TIMEOUT.total_seconds() + round(longest)
 
 
 def abandon() -> None:

@@ -54,6 +54,7 @@ def go_on(given: Given, made: Made, built: Built) -> tuple[resume.Keeper, Progre
     keeper = resume.Keeper(
         run_dir, line, given.work.config.get("keep_checkpoints", 2), rank.rank, given.meeting, given.stopping,
         made.model, built.optimizers, built.device, {**_facts(given, made), "ranks": rank.size}, given.sharded, steps,
+        made.pulse,
     )  # fmt: skip
     if chosen is None:
         there = resume.lying(run_dir) if rank.rank == 0 else None
@@ -72,7 +73,9 @@ def keep_together(given: Given, made: Made) -> str | None:
     if keeps_model(given):
         return keep_model(given, made)
     if wants_model(given.work):
-        checkpoint.accompany(checkpoint.tensors_of(made.model))
+        with made.pulse.at("the trained model's tensors"):
+            tensors = checkpoint.tensors_of(made.model)
+        checkpoint.accompany(tensors)
     return None
 
 
@@ -80,7 +83,9 @@ def keep_model(given: Given, made: Made) -> str | None:
     """Leave the trained model in the run's folder; why it could not be, where it could not."""
     folder = given.places.run_dir / checkpoint.FINAL
     try:
-        checkpoint.save(folder, made.model, {**_facts(given, made), "steps": made.progress.steps})
+        with made.pulse.at("the trained model's file"):
+            facts = {**_facts(given, made), "steps": made.progress.steps}
+            checkpoint.save(folder, made.model, facts, made.pulse.beat)
     except Exception as error:  # told with the outcome: whatever it is, the run must still be recorded
         return f"left no model in {folder} ({type(error).__name__}: {error})"
     made.reporter.say(f"the model is in {folder}")

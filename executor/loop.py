@@ -23,6 +23,7 @@ from executor.optim.schedule import factor
 from executor.optim.tables import HostTables
 from executor.parts import own
 from executor.precision import compute_in
+from executor.pulse import Pulse
 from executor.reporter import Reporter
 from executor.slices import DataSlice, WorkSlice
 from executor.stopping import Stopping
@@ -70,6 +71,7 @@ class Training:
     device: torch.device
     stopping: Stopping = field(default_factory=Stopping)
     keep: Callable[[Progress], str] | None = None
+    pulse: Pulse = field(default_factory=Pulse)
     _ahead: tuple[int, Tensor, Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -123,16 +125,16 @@ def train(
     if parts.optimizers.scaler is not None and progress.steps == 0:
         parts.reporter.say(f"a rank computes in fp16: losses are scaled, at first by {work.config['loss_scale']:g}")
     for step in range(progress.steps, work.steps):
-        found = _step(parts, work, data, step, progress)
-        loss = found.loss
         last = step == work.steps - 1
         every = work.config["fingerprint_every"]
-        if parts.fleet.size > 1 and (_due(step, every) or (last and every)):
-            _compare(parts, step, progress)
-        parts.meter.pause()
-        progress.steps, progress.final_loss = step + 1, loss if math.isfinite(loss) else progress.final_loss
-        if observe is not None:
-            observe(step, loss, parts.model)
+        with parts.pulse.at(f"step {step + 1}", "step", joint=parts.fleet.size > 1):
+            found = _step(parts, work, data, step, progress)
+            loss = found.loss
+            if parts.fleet.size > 1 and (_due(step, every) or (last and every)):
+                _compare(parts, step, progress)
+            progress.steps, progress.final_loss = step + 1, loss if math.isfinite(loss) else progress.final_loss
+            if observe is not None:
+                observe(step, loss, parts.model)
         if last or _due(step, work.config["eval_every"]):
             _evaluate(parts, work, data, step, progress)
         if not last and (found.stop or _due(step, work.config.get("checkpoint_every", 0))):
@@ -154,7 +156,9 @@ def _due(step: int, every: int) -> bool:
 def _keep(parts: Training, progress: Progress) -> None:
     """Keep a checkpoint. Raises RankFailed."""
     if parts.keep is not None:
-        parts.reporter.say(parts.keep(progress))
+        with parts.fleet.saving():
+            kept = parts.keep(progress)
+        parts.reporter.say(kept)
         parts.fleet.wait()  # the next step's exchange is timed from one start
 
 
@@ -282,7 +286,8 @@ def _evaluate(parts: Training, work: WorkSlice, data: DataSlice, step: int, prog
     if parts.fleet.sharded:
         shape = data.least_batch, data.first_seq
     if parts.fleet.rank == 0 or parts.fleet.sharded:
-        with parts.fleet.evaluating(parts.model):
+        at = parts.pulse.at(f"the evaluation after step {step + 1}", "evaluation", joint=parts.fleet.sharded)
+        with parts.fleet.evaluating(parts.model), at:
             bits = bits_per_byte(parts, windows, *shape)
         if parts.fleet.rank == 0:
             progress.evaluations.append((step + 1, bits))
@@ -300,4 +305,5 @@ def bits_per_byte(parts: Training, windows: int, batch: int, seq: int) -> float:
         part, wanted = inputs[rows].to(parts.device), targets[rows].to(parts.device)
         with compute_in(parts.dtype, parts.device.type):
             total += float(parts.model(part, wanted)) * len(part)
+        parts.pulse.beat()
     return total / windows / math.log(2)

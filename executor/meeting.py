@@ -48,6 +48,7 @@ class Meeting:
         self._round = 0
         self._word = Word()
         self._given_up: list[int] = []
+        self._heard: dict[int, tuple[int, int]] = {}
 
     def gather(
         self, value: Json, seconds: float = SETUP_SECONDS, over: Callable[[], bool] = lambda: False
@@ -76,6 +77,20 @@ class Meeting:
             end = time.monotonic() + seconds
             while self._missing(keys) and not self._failures() and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
+
+    def beat(self) -> int:
+        """Say once more that this process runs; gives for how many calls the most silent of those that ever said so
+        has not."""
+        if self._store is None:
+            return 0
+        try:
+            said = [self._store.add(f"beat/{rank}", rank == self.rank) for rank in range(self.size)]
+        except RuntimeError:  # the store lived in a rank that is gone
+            return 0
+        for rank, times in enumerate(said):
+            before, missed = self._heard.get(rank, (0, 0))
+            self._heard[rank] = times, missed + 1 if 0 < times == before else 0
+        return max(missed for _, missed in self._heard.values())
 
     def fail(self, cause: str) -> None:
         """Leave this rank's own cause of failure for the others."""
@@ -107,12 +122,12 @@ class Meeting:
         except RuntimeError:  # the store lived in a rank that is gone
             return {}
 
-    def culprit(self, seconds: float = 0.0, silence: str | None = None) -> str | None:
+    def culprit(self, seconds: float = 0.0, silence: str | None = None, late: str | None = None) -> str | None:
         """The rank that failed first and its cause, as the other ranks left word; None where nobody is at fault.
 
         Waits up to ``seconds`` for a cause, or for a word of every other rank. Ranks without one are named with
         ``silence`` (None: they are gone). Where all left word, it is the one that hangs before a collective which
-        another came to, or that came to one long after the others.
+        another came to (named with ``late``), or that came to one long after the others.
         """
         end = time.monotonic() + seconds
         while True:
@@ -125,7 +140,7 @@ class Meeting:
         if silent:
             self._given_up = silent if seconds else []
             return f"rank {', '.join(map(str, silent))}: {silence or _GONE}" if seconds else None
-        return self._behind(silence) or self._late()
+        return self._behind(late or silence) or self._late()
 
     def stopped(self) -> str | None:
         """The signal that stopped a rank, by the first word that holds one."""
@@ -162,7 +177,7 @@ class Meeting:
         except RuntimeError:  # the store lived in rank 0, which is gone
             return self.rank <= 1
 
-    def _behind(self, silence: str | None) -> str | None:
+    def _behind(self, late: str | None) -> str | None:
         """Of the ranks that hang the one that came to the fewest collectives, where another came to more."""
         words = self._all_words()
         came = {rank: word.entered for rank, word in words.items() if word.entered is not None}
@@ -170,7 +185,7 @@ class Meeting:
         last = min(hang, key=lambda rank: came[rank], default=None)
         if last is None or came[last] == max(came.values()):
             return None
-        return f"rank {last}: {silence or 'did not come to the exchange'}: it hangs in {words[last].hangs}"
+        return f"rank {last}: {late or 'did not come to the exchange'}: it hangs in {words[last].hangs}"
 
     def _late(self) -> str | None:
         """The rank that came to the lost collective last, where the first had waited twice as long for it."""

@@ -61,13 +61,9 @@ class Meter:
         self._first, self._exchanged, self._start = first, exchanged, start
         self._moments: list[Moment] = []
         self._step = 0
-        self.under_way: int | None = None
-        """The step that ranks are in together, counted from 0; None where they may wait for each other for long, as in
-        the first, which carries the start-up of libraries."""
 
     def begin(self, step: int) -> None:
         self._step = step - self._start
-        self.under_way = step if self._step else None
         self.probe.begin(self._step)
         self._moments = [self.clock.now()]
 
@@ -99,10 +95,6 @@ class Meter:
         """The step was not applied: it is no sample."""
         self.clock.settle()
         self.probe.end()
-
-    def pause(self) -> None:
-        """The step is over for all ranks: what comes before the next one has no deadline."""
-        self.under_way = None
 
     def step_seconds(self) -> float:
         """Seconds of the step that just ended."""

@@ -14,10 +14,11 @@ removed after that.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from executor.build import Optimizers
 from executor.checkpoint import MODEL, BadCheckpoint
 from executor.loop import Progress, RunFailed
 from executor.meeting import Meeting
+from executor.pulse import Pulse
 from executor.stopping import Stopping
 from schemas.form import Json
 
@@ -58,6 +60,7 @@ class Keeper:
     facts: Mapping[str, Json]
     sharded: bool = False
     newest: int | None = None
+    pulse: Pulse = field(default_factory=Pulse)
 
     def save(self, progress: Progress) -> str:
         """Keep a checkpoint after so many steps, on all ranks or on none; gives the line that tells of it.
@@ -70,10 +73,10 @@ class Keeper:
         folder = self.run_dir / FOLDER / name
         made = folder.with_name(f".{name}.new")
         try:
-            self._together(lambda: self._begin(made))
-            rows = self._together(lambda: self._write(made))
+            self._together(progress, lambda: self._begin(made))
+            rows = self._together(progress, lambda: self._write(made))
             files = {file: row for part in rows for file, row in part.items()}
-            self._together(lambda: self._complete(made, folder, progress, files))
+            self._together(progress, lambda: self._complete(made, folder, progress, files))
         except RunFailed as error:
             if self.rank == 0:
                 shutil.rmtree(made, ignore_errors=True)
@@ -81,16 +84,18 @@ class Keeper:
         self.newest = progress.steps
         return f"a checkpoint of step {progress.steps} is in {folder}"
 
-    def _together(self, job: Callable[[], Value]) -> list[Value]:
-        """What ``job`` gives on each rank. Raises RunFailed on all where it failed on one."""
+    def _together(self, progress: Progress, job: Callable[[], Value]) -> list[Value]:
+        """What ``job`` gives on each rank, however long it takes. Raises RunFailed on all where it failed on one."""
         value, fault = None, None
         try:
-            value = job()
+            with self.pulse.at(f"the checkpoint of step {progress.steps}"):
+                value = job()
         except OSError as error:
             fault = f"rank {self.rank}: {error.strerror or error}"
         except BadCheckpoint as error:
             fault = f"rank {self.rank}: {error}"
-        found = self.meeting.gather({"value": value, "fault": fault}, over=self.stopping.overdue)
+        self.pulse.work = None
+        found = self.meeting.gather({"value": value, "fault": fault}, math.inf, self.stopping.overdue)
         faults = [row["fault"] for row in found if row["fault"] is not None]
         if faults:
             raise RunFailed("; ".join(faults))
@@ -110,20 +115,23 @@ class Keeper:
             parts[MODEL] = checkpoint.tensors_of(self.model)
             parts[OPTIMIZER] = _flat(_shared_state(self.optimizers, self.sharded))
         elif self.sharded:
-            checkpoint.accompany(checkpoint.tensors_of(self.model))
+            tensors = checkpoint.tensors_of(self.model)
+            with self.pulse.waiting():
+                checkpoint.accompany(tensors)
         parts[_file_of(self.rank)] = _flat(_own_state(self.optimizers, self.device, self.sharded))
-        return {file: checkpoint.write(made / file, tensors) for file, tensors in parts.items()}
+        return {file: checkpoint.write(made / file, tensors, self.pulse.beat) for file, tensors in parts.items()}
 
     def _complete(self, made: Path, folder: Path, progress: Progress, files: Mapping[str, Json]) -> None:
         if self.rank != 0:
             return
         facts = {**self.facts, "line": self.line, "steps": progress.steps, "progress": _written(progress)}
-        checkpoint.complete(made, folder, facts, files)
+        checkpoint.complete(made, folder, facts, files, self.pulse.beat)
         kept = sorted(path for path in folder.parent.glob(f"{self.line}-*") if path != folder)
         for old in kept[: len(kept) - (self.count - 1)]:
             aside = old.with_name(f".{old.name}.old")  # what has its name is whole
             old.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
+            self.pulse.beat()
 
 
 def newest(run_dir: Path) -> dict[str, Json]:

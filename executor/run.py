@@ -16,6 +16,7 @@ from executor.honour import BadRank
 from executor.launch import Terminated
 from executor.loop import Observe, RunFailed, Stopped
 from executor.meeting import meet
+from executor.pulse import Work
 from executor.slices import data_slice, exchange_slice, rank_slice, work_slice
 from executor.start import start
 from executor.state import Given, Made, Outcome, Places
@@ -76,7 +77,7 @@ def _run(given: Given, made: Made) -> Outcome:
     outcome, reason, agreed = "finished", None, True
     try:
         built = start(given, made)
-        train(given, made, built, lambda stopped: _taken(given, made, stopped))
+        train(given, made, built, lambda stopped, stalled: _taken(given, made, stopped, stalled))
     except (Refused, BadRank):
         given.meeting.leave()
         abandon()
@@ -97,8 +98,8 @@ def _run(given: Given, made: Made) -> Outcome:
     return finish(given, made, outcome, reason, agreed)
 
 
-def _taken(given: Given, made: Made, stopped: str | None) -> None:
+def _taken(given: Given, made: Made, stopped: str | None, stalled: Work | None) -> None:
     """End this rank, whose own thread hangs, from beside; ``stopped`` is the signal that asked for it twice."""
     assert given.leave is not None
-    outcome, reason = causes.hung(given, made, stopped)
+    outcome, reason = causes.hung(given, made, stopped, stalled)
     given.leave(finish(given, made, outcome, reason, False, hangs=True))

@@ -98,6 +98,12 @@ class Sharded(Ranks):
             rest(model)
             self._traffic.seen = seen
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        _set_pg_timeout(SETUP_TIMEOUT, self._shards)
+        yield
+        _set_pg_timeout(self._patience, self._shards)
+
     def begin(self) -> None:
         self._traffic.begin()
 

@@ -18,6 +18,7 @@ from executor.hold import Hold
 from executor.loop import Observe, Progress, Training
 from executor.meeting import Meeting
 from executor.models.presets import TINY
+from executor.pulse import Pulse
 from executor.reporter import Mute, Reporter
 from executor.resume import Keeper
 from executor.slices import DataSlice, ExchangeSlice, RankSlice, WorkSlice
@@ -103,6 +104,7 @@ class Made:
     fleet: Fleet | None = None
     training: Training | None = None
     keeper: Keeper | None = None
+    pulse: Pulse = field(default_factory=Pulse)
     conditions: dict[str, Json] = field(default_factory=dict)
     failed: bool = False
     print: str | None = None

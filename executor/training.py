@@ -12,21 +12,26 @@ from torch import nn
 from executor import conditions, kept, loop, smoke, trial
 from executor.build import Optimizers
 from executor.fingerprints import fingerprint
-from executor.fleet import Alone, Fleet, Ranks
+from executor.fleet import Alone, Fleet, Ranks, patience
 from executor.hold import InUse
 from executor.loop import RunFailed, Training
+from executor.meeting import SETUP_SECONDS
 from executor.meter import Meter
 from executor.parts import own
 from executor.peaks import probe, storage_bytes
+from executor.pulse import Work
 from executor.reporter import Teller
 from executor.slices import ExchangeSlice, rank_slice
 from executor.start import held, met
 from executor.state import Built, Given, Made
-from executor.watch import Watch
+from executor.watch import Stall, Watch, main_is_at
 from schemas.form import Json
 
-Take = Callable[[str | None], None]
-"""Ends this rank from beside; told the signal that asked for it twice."""
+Take = Callable[[str | None, Work | None], None]
+"""Ends this rank from beside; told the signal that asked for it twice, and the work that has stalled."""
+LEEWAY_SECONDS = 5.0
+"""What a rank's watch leaves to those that can tell more: to a collective's own deadline, and where ranks give rank 0
+their parts of what it writes, to them."""
 
 
 def train(given: Given, made: Made, built: Built, take: Take) -> None:
@@ -50,15 +55,17 @@ def train(given: Given, made: Made, built: Built, take: Take) -> None:
     meter = Meter(given.clock, watch, first, fleet.exchanged, done)
     made.training = Training(
         model, forward, built.optimizers, fleet, built.reader, meter, made.reporter, rank.dtype, built.device,
-        given.stopping, made.keeper.save,
+        given.stopping, made.keeper.save, made.pulse,
     )  # fmt: skip
     fleet.wait()
-    with given.stopping.training(), _watched(given, made, fleet, meter, take):
-        loop.train(made.training, given.work, given.data, made.progress, _observer(given, made))
-    if given.sharded:  # what the end takes of the whole model, while all ranks that hold parts of it are there
-        made.print = fingerprint(model)
-        made.unkept = kept.keep_together(given, made)
-    fleet.close()
+    with _watched(given, made, fleet, take):
+        with given.stopping.training():
+            loop.train(made.training, given.work, given.data, made.progress, _observer(given, made))
+        if given.sharded:  # what the end takes of the whole model, while all ranks that hold parts of it are there
+            made.print = fingerprint(model)
+            with fleet.saving():
+                made.unkept = kept.keep_together(given, made)
+        fleet.close()
 
 
 def _begin_to_tell(given: Given, made: Made, fleet: Fleet) -> None:
@@ -120,8 +127,21 @@ def _observer(given: Given, made: Made) -> loop.Observe:
     return after
 
 
-def _watched(given: Given, made: Made, fleet: Fleet, meter: Meter, take: Take) -> AbstractContextManager[Any]:
+def _watched(given: Given, made: Made, fleet: Fleet, take: Take) -> AbstractContextManager[Any]:
     if given.leave is None:
         return nullcontext()
-    deadline = fleet.deadline if given.rank.kind == "cuda" and given.rank.size > 1 else None
-    return Watch(given.meeting, made.peers, lambda: meter.under_way, given.stopping.insisted, deadline, take)
+    rank, seconds = given.rank, patience(given.exchange)
+
+    def allowed(work: Work) -> float:
+        if rank.kind == "cuda" and work.joint and work.compiles:
+            return SETUP_SECONDS  # it may wait for another that compiles, and its collectives have no deadline
+        later = rank.kind == "cpu" if work.joint else given.sharded and rank.rank == 0
+        return seconds + LEEWAY_SECONDS * later
+
+    def tell(work: Work) -> None:
+        at = f"it is in {main_is_at()}; Ctrl-C stops the run after the step, a second one at once"
+        made.reporter.say(f"{work.what} has not moved for {seconds:g} s: {at}")
+
+    stall = Stall(made.pulse, allowed)
+    alone = tell if rank.size == 1 else None  # nobody waits for it, and slow may be what its user wants
+    return Watch(given.meeting, made.peers, stall, given.stopping.insisted, take, alone)

@@ -6,6 +6,7 @@ rank in its stead: recorded, told, and soon.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import sysconfig
@@ -20,15 +21,19 @@ from typing import TypeVar
 import psutil
 import torch
 
-from executor.meeting import Meeting
+from executor.meeting import SETUP_SECONDS, Meeting
+from executor.pulse import Pulse, Work
 
 Value = TypeVar("Value")
 
 PATIENCE_SECONDS = 2.0
 """What a rank's own thread has to notice by itself that another rank has ended."""
-STOPPED_SECONDS = 16.0
-"""How long another rank may be stopped (SIGSTOP), at a save too, where ranks wait for each other without a deadline."""
+SILENT_SECONDS = 16.0
+"""How long another rank's watch may be silent: its process is stopped (SIGSTOP), or hangs in C with the interpreter's
+lock."""
 _POLL_SECONDS = 0.25
+_COMPUTES_SHARE = 0.05
+"""Who makes kernels keeps a core busy, its own or a compiler's; who hangs without a card waits, for less than this."""
 _LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"])
 
 
@@ -81,31 +86,69 @@ def _status(process: psutil.Process) -> str | None:
         return None
 
 
+class Stall:
+    """Looks at a ``pulse``, again and again, until its work has not moved for the ``patience`` (s) that it has.
+
+    Work that may compile has more, up to the setup's, for as long as the process, or a compiler that it started,
+    computes.
+    """
+
+    def __init__(self, pulse: Pulse, patience: Callable[[Work], float]) -> None:
+        self._pulse, self._patience = pulse, patience
+        self._last: tuple[Work, int] | None = None
+        self._looks, self._allowed, self._computed = 0, 0.0, 0.0
+
+    def found(self) -> Work | None:
+        """The work that has stalled."""
+        # Counted in looks, not by the clock: a whole run that was suspended goes on.
+        now = self._pulse.now()
+        if now is None or now != self._last:
+            self._last, self._looks = now, 0
+            if now is not None:
+                self._allowed = self._patience(now[0])
+                self._computed = computed() if now[0].compiles else 0.0
+            return None
+        work, self._looks = now[0], self._looks + 1
+        if self._looks * _POLL_SECONDS <= self._allowed:
+            return None
+        if work.compiles and self._allowed < SETUP_SECONDS:
+            more, before, self._computed = self._patience(work), self._computed, computed()
+            if self._computed - before > _COMPUTES_SHARE * more:
+                self._allowed += more
+                return None
+        return work
+
+    def excuse(self) -> None:
+        """Be silent of what has stalled, until it moves."""
+        self._allowed = math.inf
+
+
 class Watch:
     """While the block runs, looks after the thread that runs it. Where that one does not notice another rank's end or
-    that it is to leave at once, waits for a rank that is stopped, or stays in one step beyond ``deadline`` (s; None:
-    its collectives have their own), ``take`` is called, on the watch's thread; the other is then held where it would
-    leave the block.
+    that it is to leave at once, stalls, or another rank's watch is silent, ``take`` is called, on the watch's thread;
+    the other is then held where it would leave the block.
 
     Args:
-        under_way: the step that the thread is in, None between steps.
         insisted: tells once of a signal that came a second time.
+        take: told that signal, and the work that has stalled.
+        tell: told of work that has stalled, instead, where nobody waits for this rank.
     """
 
     def __init__(
         self,
         meeting: Meeting,
         peers: Peers,
-        under_way: Callable[[], int | None],
+        stall: Stall,
         insisted: Callable[[], str | None],
-        deadline: float | None,
-        take: Callable[[str | None], None],
+        take: Callable[[str | None, Work | None], None],
+        tell: Callable[[Work], None] | None = None,
     ) -> None:
-        self._meeting, self._peers, self._under_way, self._insisted = meeting, peers, under_way, insisted
-        self._deadline, self._take = deadline, take
+        self._meeting, self._peers, self._stall, self._insisted = meeting, peers, stall, insisted
+        self._take, self._tell = take, tell
         self._over, self._ending = threading.Event(), threading.Lock()
 
     def __enter__(self) -> Watch:
+        self._meeting.beat()  # from the first moment on
         threading.Thread(target=self._look, daemon=True).start()
         return self
 
@@ -116,19 +159,30 @@ class Watch:
                 time.sleep(_POLL_SECONDS)
 
     def _look(self) -> None:
-        # Counted in looks, not by the clock: a whole run that was suspended goes on.
-        trouble, inside, still, step, stopped = 0, 0, 0, None, None
+        trouble, stopped = 0, None
         while not self._over.wait(_POLL_SECONDS):
             stopped = stopped or self._insisted()
             trouble += 1 if trouble or stopped or self._meeting.anyone_ended() or self._peers.gone() else 0
-            now = self._under_way()
-            inside, step = (inside + 1 if now is not None and now == step else 0), now
-            still = still + 1 if self._peers.stopped() else 0
-            late = self._deadline is not None and inside * _POLL_SECONDS > self._deadline
-            if late or still * _POLL_SECONDS > STOPPED_SECONDS or trouble * _POLL_SECONDS > PATIENCE_SECONDS:
+            silent = self._meeting.beat()
+            stalled = self._stall.found()
+            if stalled is not None and self._tell is not None:
+                self._tell(stalled)
+                self._stall.excuse()
+                stalled = None
+            if stalled or silent * _POLL_SECONDS > SILENT_SECONDS or trouble * _POLL_SECONDS > PATIENCE_SECONDS:
                 if self._ending.acquire(blocking=False):
-                    self._take(stopped)
+                    self._take(stopped, stalled)
                 return
+
+
+def computed() -> float:
+    """Seconds of processors that this process and those it started have used, but for the thread that asks."""
+    own = psutil.Process()
+    used = sum(own.cpu_times()[:4]) - time.thread_time()  # the four: itself, and its children that have ended
+    for child in own.children(recursive=True):
+        with suppress(psutil.Error):
+            used += sum(child.cpu_times()[:4])
+    return used
 
 
 def main_is_at() -> str:
@@ -149,6 +203,16 @@ def keep_stacks(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
+
+
+def while_it_moves(stall: Stall, job: Callable[[], Value]) -> Value | None:
+    """What ``job`` gives, however long it takes; None where what it does stalls: then it is left to itself."""
+    found: list[Value] = []
+    thread = threading.Thread(target=lambda: found.append(job()), daemon=True)
+    thread.start()
+    while thread.is_alive() and stall.found() is None:
+        thread.join(_POLL_SECONDS)
+    return found[0] if found else None
 
 
 def within(seconds: float, job: Callable[[], Value]) -> Value | None:

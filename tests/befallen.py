@@ -1,7 +1,8 @@
 """A model into whose run a fault is put. A test copies this file beside its plan, as a module of a user's own.
 
-``FAULT="WHAT RANK"`` befalls that rank at its sixth forward (or that of the number ``FORWARD``), and leaves the moment
-in a file. In a step ranks wait 2 s for each other, and 15 s where they are told to be ``PATIENT``.
+``FAULT="WHAT RANK"`` befalls that rank at its sixth forward (or that of the number ``FORWARD``), in an evaluation, or
+in the save after that forward, and leaves the moment in a file. In a step ranks wait 2 s for each other, and 15 s where
+they are told to be ``PATIENT``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,8 +36,10 @@ def befall(on_card: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
-        case "hang":
+        case "hang" | "evaluation":
             time.sleep(600)
+        case "save" | "grip":
+            os.fsync = settle
         case "late":
             time.sleep(2.6)
         case "deaf":
@@ -58,6 +62,13 @@ def befall(on_card: bool) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
 
 
+def settle(handle: int, settle: Callable[[int], None] = os.fsync) -> None:
+    """Hang, in C with the lock of Python or without it, where a checkpoint is to settle on the disk."""
+    if "/checkpoints/" in os.readlink(f"/proc/self/fd/{handle}"):
+        ctypes.PyDLL(None).sleep(600) if WHAT == "grip" else time.sleep(600)
+    settle(handle)
+
+
 def hear_nothing() -> None:
     """Hang in C, where no signal and no exception comes through."""
     lock = ctypes.create_string_buffer(64)
@@ -78,7 +89,7 @@ class Model(nn.Module):
         logits = self.head(self.embedding(inputs))
         if WHAT == "slow":
             time.sleep(0.1)
-        if self.calls == FORWARD and here:
+        if here and (not torch.is_grad_enabled() if WHAT == "evaluation" else self.calls == FORWARD):
             befall(logits.is_cuda)
             logits = logits * float("nan") if WHAT == "nan" else logits
         elif self.calls == FORWARD and WHAT == "apart":  # the others, as one is killed

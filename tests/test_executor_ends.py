@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import plans
-from executor import launch, training
+from executor import checkpoint, launch, resume, training
 from executor.entry import keep
 from executor.hold import Hold
+from executor.pulse import Pulse
 from executor.reporter import METRICS
 from executor.run import Places, execute
 from executor.stopping import ECHO_SECONDS
@@ -43,7 +46,7 @@ def said(stderr: str) -> list[str]:
         ("kill 0", "rank 0: is gone and left no word"),
         ("kill 1", "rank 1: is gone and left no word"),
         ("freeze 1", "rank 1: did not come to step 4's exchange within 2 s: its process is stopped (SIGSTOP)"),
-        ("hang 0", "rank 0: did not come to step 4's exchange within 2 s: it hangs in befall (befallen.py:38)"),
+        ("hang 0", "rank 0: did not come to step 4's exchange within 2 s: it hangs in befall (befallen.py:40)"),
         (
             "memory 1",
             "rank 1: OutOfMemoryError: out of memory: raised by hand, as a CPU has no limit to give; make the plan "
@@ -64,6 +67,28 @@ def test_a_rank_that_is_gone_or_does_not_come_is_named_and_recorded(tmp_path: Pa
     assert time.time() - metrics.stat().st_mtime < 25  # torchrun waits 30 s for a rank that hears no SIGTERM
     lines = metrics.read_text().splitlines()
     assert {json.loads(line)["run"] for line in lines} == {run["id"]}
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("evaluation 0", "rank 0: the evaluation after step 4 has not moved for 2 s: it hangs in befall (befallen.py:"),
+        ("save 1", "rank 1: the checkpoint of step 4 has not moved for 2 s: it hangs in settle (befallen.py:"),
+    ],
+)
+def test_a_rank_that_hangs_where_others_wait_without_a_deadline_is_named_and_recorded(
+    tmp_path: Path, fault: str, cause: str
+) -> None:
+    path, data = befallen(tmp_path, 2, settings={"checkpoint_every": 2, "eval_every": 4})
+    done = command(tmp_path, path, "--data", data, FAULT=fault)
+    first, second = [line for line in said(done.stderr) if "held-out" not in line]
+    assert first.startswith(f"dormouse: failed: {cause}") and second == "dormouse: --resume goes on after step 2"
+    (run,) = load(path)["runs"]
+    assert (done.returncode, run["outcome"], run["steps"]) == (4, "failed", 4) and run["reason"].startswith(cause)
+    assert {"@0", "@1"} <= {label[-2:] for label in run["measured"]}
+    found = resume.newest(next(tmp_path.glob("runs/*")))
+    assert (found["passed"], found["chosen"]["steps"]) == ([], 2)
+    assert time.time() - path.stat().st_mtime < 25
 
 
 @pytest.mark.parametrize(
@@ -220,6 +245,36 @@ def test_a_second_run_of_a_plan_or_in_its_folder_is_refused_while_one_goes_on(tm
     process.terminate()
     process.communicate(timeout=60)
     assert load(path)["runs"][0]["outcome"] == "stopped" and load(copy)["runs"] == []
+
+
+def test_every_window_and_every_piece_of_a_file_that_is_on_the_disk_is_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plans.plan(plans.corpus(tmp_path), steps=2, settings={"eval_windows": 7, "checkpoint_every": 1})
+    seen: list[str] = []
+
+    def beat(pulse: Pulse) -> None:
+        seen.append("" if pulse.work is None else pulse.work.what)
+
+    def settle(handle: int, settled: Callable[[int], None] = os.fsync) -> None:
+        seen.append("on the disk")
+        settled(handle)
+
+    monkeypatch.setattr(Pulse, "beat", beat)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(os, "fsync", settle)
+    done = execute(made, Places(None, tmp_path / "run", (tmp_path / plans.CORPUS,)))
+    assert done.outcome == "finished" and done.notice is None
+    assert [seen.count(what) for what in ("step 1", "step 2", "the evaluation after step 2", "")] == [1, 1, 1 + 3, 0]
+    pieces = bytes_of(tmp_path / "run" / "final") // 10_000
+    for what in ("the checkpoint of step 1", "the trained model's file"):
+        at = [place for place, word in enumerate(seen) if word == what]
+        assert len(at) > 2 * pieces
+        assert max(late - early for early, late in pairwise(at)) == 2  # at most one sync between two
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_a_run_that_is_found_only_in_its_folder_ends_the_later_one(

@@ -316,10 +316,10 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_whole_checkpoint(
     straight, run_dir = left(folder), folder.parent / "full"
     write, limits, reason = checkpoint.write, resource.getrlimit(resource.RLIMIT_FSIZE), "File too large"
 
-    def no_space(path: Path, tensors: Any) -> Any:
+    def no_space(path: Path, tensors: Any, beat: Any) -> Any:
         if path.name == "rank-0.safetensors" and "-0000000004" in path.parent.name:
             raise OSError(28, "No space left on device")
-        return write(path, tensors)
+        return write(path, tensors, beat)
 
     def observe(step: int, loss: float, model: Any) -> None:
         if step == 2 and full == "of a file in its middle":  # the system's own word, in the midst of a write

@@ -18,7 +18,8 @@ from torch.distributed import HashStore
 
 from executor import watch
 from executor.meeting import Meeting, Word
-from executor.watch import Peers, Watch, identity, keep_stacks, main_is_at, within
+from executor.pulse import Pulse, Work
+from executor.watch import Peers, Stall, Watch, identity, keep_stacks, main_is_at, while_it_moves, within
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def meetings() -> list[Meeting]:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "STOPPED_SECONDS", 0.3)
+    monkeypatch.setattr(watch, "SILENT_SECONDS", 0.3)
     monkeypatch.setattr(watch, "_POLL_SECONDS", 0.05)
 
 
@@ -61,12 +62,13 @@ def _until(seen: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_rank_that_is_stopped_for_long_is_not_waited_for(meetings: list[Meeting]) -> None:
-    with sleeper() as (process, known):
-        peers = Peers(0, [identity(), known])
-        assert watched(meetings[0], 0.6, None, forever(None), peers) is None
-        process.send_signal(signal.SIGSTOP)
-        assert watched(meetings[0], 10, None, forever(None), peers) is not None
+def test_a_rank_whose_watch_is_silent_for_long_is_not_waited_for(meetings: list[Meeting]) -> None:
+    assert watched(meetings[0], 0.6) is None  # it has no watch yet
+    beats = [threading.Timer(0.1 * place, meetings[1].beat) for place in range(8)]
+    for beat in beats:
+        beat.start()
+    assert watched(meetings[0], 0.8) is None
+    assert watched(meetings[0], 10) is not None
 
 
 def test_another_process_under_a_ranks_pid_is_none_of_the_ranks() -> None:
@@ -77,17 +79,22 @@ def test_another_process_under_a_ranks_pid_is_none_of_the_ranks() -> None:
 
 
 def watched(
-    meeting: Meeting, seconds: float, deadline: float | None, steps: Iterator[int | None], peers: Peers | None = None
+    meeting: Meeting,
+    seconds: float,
+    stall: Stall | None = None,
+    peers: Peers | None = None,
+    tell: Callable[[Work], None] | None = None,
 ) -> str | None:
     """A block of so many seconds in this thread; where it was when it was taken, None where it was not."""
     taken: list[str] = []
     over = threading.Event()
 
-    def take(_: str | None) -> None:
+    def take(*_: object) -> None:
         taken.append(main_is_at())
         over.set()
 
-    watching = Watch(meeting, peers or Peers(0, []), lambda: next(steps), lambda: None, deadline, take)
+    stall = stall or Stall(Pulse(), lambda _: 0.3)
+    watching = Watch(meeting, peers or Peers(0, []), stall, lambda: None, take, tell)
     watching.__enter__()
     over.wait(seconds)
     if not taken:
@@ -95,17 +102,79 @@ def watched(
     return taken[0] if taken else None
 
 
-def forever(step: int | None) -> Iterator[int | None]:
-    while True:
-        yield step
+def warm() -> Pulse:
+    pulse = Pulse()
+    for kind in ("step", "evaluation"):
+        with pulse.at("the first", kind):
+            pass
+    return pulse
 
 
-def test_a_step_that_does_not_end_is_taken_and_steps_that_do_are_not(meetings: list[Meeting]) -> None:
-    at = watched(meetings[0], 10, 0.3, forever(3))
+def test_work_that_does_not_move_is_taken_and_work_that_does_is_not_however_slow(meetings: list[Meeting]) -> None:
+    pulse = warm()
+    with pulse.at("step 3", "step", joint=True):
+        at = watched(meetings[0], 10, Stall(pulse, lambda _: 0.3))
     assert at is not None and at.startswith("watched (test_executor_watch.py:")
-    assert watched(meetings[0], 0.8, 0.3, iter(range(1000))) is None
-    assert watched(meetings[0], 0.8, 0.3, forever(None)) is None
-    assert watched(meetings[0], 0.8, None, forever(3)) is None
+    with pulse.at("the checkpoint of step 3"):
+        beats = [threading.Timer(0.15 * place, pulse.beat) for place in range(1, 7)]
+        for beat in beats:
+            beat.start()
+        assert watched(meetings[0], 0.9, Stall(pulse, lambda _: 0.3)) is None
+        with pulse.waiting():
+            assert watched(meetings[0], 0.6, Stall(pulse, lambda _: 0.3)) is None
+    assert watched(meetings[0], 0.6, Stall(pulse, lambda _: 0.3)) is None
+
+
+def test_where_nobody_waits_a_stall_is_told_once_and_ends_nothing(meetings: list[Meeting]) -> None:
+    pulse, told = warm(), list[Work]()
+    with pulse.at("step 3", "step"):
+        assert watched(meetings[0], 1.2, Stall(pulse, lambda _: 0.2), tell=told.append) is None
+    assert told == [Work("step 3", False, False)]
+
+
+@pytest.mark.parametrize(
+    ("again", "each", "looks"),
+    [(False, 0.1, 25), (False, 0.0, 5), (True, 0.1, 5)],
+)
+def test_what_may_compile_for_the_first_time_has_as_long_as_it_computes(
+    monkeypatch: pytest.MonkeyPatch, again: bool, each: float, looks: int
+) -> None:
+    """At most as long as the setup has; ``looks`` until it is taken, at 20 a second."""
+    spent = iter(range(1000))
+    monkeypatch.setattr(watch, "computed", lambda: each * next(spent))
+    monkeypatch.setattr(watch, "SETUP_SECONDS", 1.2)
+    pulse = warm() if again else Pulse()
+    stall = Stall(pulse, lambda _: 0.2)
+    with pulse.at("the evaluation after step 3", "evaluation"):
+        found = next(look for look in range(100) if stall.found() is not None)
+    assert abs(found - looks) <= 1
+
+
+def test_the_time_that_a_compiler_takes_counts_while_it_runs_and_the_watchs_own_does_not() -> None:
+    before = watch.computed()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        _until(lambda: watch.computed() - before > 0.3)
+        process.kill()
+    before, end = watch.computed(), time.thread_time() + 0.2
+    while time.thread_time() < end:
+        pass
+    assert watch.computed() - before < 0.1
+
+
+def test_a_job_is_waited_for_while_it_moves_and_left_to_itself_where_it_does_not() -> None:
+    pulse, over = Pulse(), threading.Event()
+
+    def writes(beats: int) -> str:
+        with pulse.at("the trained model's file"):
+            for _ in range(beats):
+                time.sleep(0.1)
+                pulse.beat()
+            over.wait(0 if beats else 10)
+        return "written"
+
+    assert while_it_moves(Stall(pulse, lambda _: 0.3), lambda: writes(6)) == "written"
+    assert while_it_moves(Stall(pulse, lambda _: 0.3), lambda: writes(0)) is None
+    over.set()
 
 
 @pytest.mark.parametrize("word", ["fail", "end", "gone"])
@@ -117,22 +186,24 @@ def test_a_thread_that_does_not_notice_anothers_end_is_taken(meetings: list[Meet
         else:
             assert word in ("fail", "end")
             meetings[1].fail("out of memory") if word == "fail" else meetings[1].end()
-        assert watched(meetings[0], 10, None, forever(None), peers) is not None
+        assert watched(meetings[0], 10, peers=peers) is not None
 
 
 def test_a_thread_that_ends_by_itself_is_not_taken(meetings: list[Meeting]) -> None:
     meetings[1].fail("out of memory")
-    assert watched(meetings[0], 0.1, None, forever(None)) is None
+    assert watched(meetings[0], 0.1) is None
 
 
 def test_who_is_taken_is_held_where_it_would_leave_the_block_whatever_signals_come(meetings: list[Meeting]) -> None:
     """In a process of its own, which the watch ends."""
     body = (
         "import os, signal, time; from torch.distributed import HashStore; from executor.meeting import Meeting; "
-        "from executor.watch import Peers, Watch\n"
-        "def take(stopped):\n"
+        "from executor.pulse import Pulse; from executor.watch import Peers, Stall, Watch\n"
+        "pulse = Pulse(); pulse.at('step 3').__enter__()\n"
+        "def take(*_):\n"
         " time.sleep(1); os.kill(os.getpid(), signal.SIGINT); time.sleep(0.5); os._exit(7)\n"
-        "with Watch(Meeting(0, 2, HashStore()), Peers(0, []), lambda: 3, lambda: None, 0.5, take): time.sleep(1.2)\n"
+        "stall = Stall(pulse, lambda _: 0.5)\n"
+        "with Watch(Meeting(0, 2, HashStore()), Peers(0, []), stall, lambda: None, take): time.sleep(1.2)\n"
         "os._exit(1)\n"
     )
     assert subprocess.run([sys.executable, "-c", body], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 7

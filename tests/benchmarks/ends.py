@@ -39,6 +39,9 @@ FAULTS = {
     "freeze": "is stopped (SIGSTOP)",
     "hang": "hangs in Python",
     "deaf": "hangs in C, deaf to signals",
+    "evaluation": "hangs in an evaluation",
+    "save": "hangs in a save: its disk settles nothing more",
+    "grip": "hangs in a save, in C that keeps Python's lock",
     "nan": "has a loss that is NaN",
     "memory": "runs out of memory",
 }
@@ -85,6 +88,7 @@ class Seen:
 def cases(ranks: int) -> list[Case]:
     """Every fault on the last rank and on the first; those that differ by how the run was started once more."""
     found = [Case(fault, rank, "python") for fault in FAULTS for rank in dict.fromkeys((ranks - 1, 0))]
+    found = [case for case in found if case.fault != "evaluation" or case.rank == 0]  # which alone evaluates
     found += [Case(fault, ranks - 1, "torchrun") for fault in ("kill", "freeze", "memory") if ranks > 1]
     found += [Case("kill", ranks - 1, "torchrun N")] if ranks > 1 else []
     return found + [Case(fault, ranks - 1, start) for fault in SIGNALS for start in ("python", "torchrun")]
@@ -131,7 +135,7 @@ def _plan(folder: Path, ranks: int, device: str) -> None:
     plans.corpus(folder)
     asked = ["--devices", f"cpu:{ranks}" if device == "cpu" else "auto", "--model", MODEL]
     asked += ["--data", plans.CORPUS, "--steps", "400", "--batch", "3", "--seq", "64"]
-    asked += ["--set", "checkpoint_every=2", "--set", "log_every=1"]
+    asked += ["--set", "checkpoint_every=2", "--set", "log_every=1", "--set", "eval_every=6"]
     with (folder / "plan.json").open("wb") as file:
         words = [sys.executable, "-m", "planner", *asked]
         environ = environment(OMP_NUM_THREADS="1")
