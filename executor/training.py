@@ -142,6 +142,9 @@ def _watched(given: Given, made: Made, fleet: Fleet, take: Take) -> AbstractCont
         at = f"it is in {main_is_at()}; Ctrl-C stops the run after the step, a second one at once"
         made.reporter.say(f"{work.what} has not moved for {seconds:g} s: {at}")
 
-    stall = Stall(made.pulse, allowed)
+    def excused(work: Work) -> bool:
+        return work.compiles or (work.joint and rank.kind == "cpu")  # where ranks wait for each other without computing
+
+    stall = Stall(made.pulse, allowed, excused)
     alone = tell if rank.size == 1 else None  # nobody waits for it, and slow may be what its user wants
     return Watch(given.meeting, made.peers, stall, given.stopping.insisted, take, alone)

@@ -89,12 +89,17 @@ def _status(process: psutil.Process) -> str | None:
 class Stall:
     """Looks at a ``pulse``, again and again, until its work has not moved for the ``patience`` (s) that it has.
 
-    Work that may compile has more, up to the setup's, for as long as the process, or a compiler that it started,
-    computes.
+    What is ``excused``, as all that may compile, has more, up to the setup's, for as long as the process, or a compiler
+    that it started, computes.
     """
 
-    def __init__(self, pulse: Pulse, patience: Callable[[Work], float]) -> None:
-        self._pulse, self._patience = pulse, patience
+    def __init__(
+        self,
+        pulse: Pulse,
+        patience: Callable[[Work], float],
+        excused: Callable[[Work], bool] = lambda work: work.compiles,
+    ) -> None:
+        self._pulse, self._patience, self._excused = pulse, patience, excused
         self._last: tuple[Work, int] | None = None
         self._looks, self._allowed, self._computed = 0, 0.0, 0.0
 
@@ -106,12 +111,14 @@ class Stall:
             self._last, self._looks = now, 0
             if now is not None:
                 self._allowed = self._patience(now[0])
-                self._computed = computed() if now[0].compiles else 0.0
             return None
         work, self._looks = now[0], self._looks + 1
+        excused = self._excused(work)
+        if self._looks == 1 and excused:
+            self._computed = computed()
         if self._looks * _POLL_SECONDS <= self._allowed:
             return None
-        if work.compiles and self._allowed < SETUP_SECONDS:
+        if excused and self._allowed < SETUP_SECONDS:
             more, before, self._computed = self._patience(work), self._computed, computed()
             if self._computed - before > _COMPUTES_SHARE * more:
                 self._allowed += more
