@@ -110,12 +110,13 @@ def _without_gradient(model: nn.Module) -> list[str]:
 def build_buckets(
     forward: Callable[[Tensor, Tensor], Tensor], model: nn.Module, inputs: Tensor, targets: Tensor, dtype: str
 ) -> None:
-    """One more, through DDP: it orders its buckets by the first backward that it sees."""
+    """One more, through DDP: it orders its buckets by the first backward that it sees, and makes them anew at the next
+    forward. No gradient is left then that would keep the old ones beside the new."""
     with _kept_buffers(model):
         with compute_in(dtype, inputs.device.type):
             loss = forward(inputs, targets)
         torch.autograd.backward(loss)
-    model.zero_grad(set_to_none=False)
+    model.zero_grad(set_to_none=True)
 
 
 @contextmanager

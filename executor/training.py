@@ -42,8 +42,9 @@ def train(given: Given, made: Made, built: Built, take: Take) -> None:
     fleet = made.fleet
     forward = fleet.prepare(model, built.optimizers)
     if rank.size > 1 and not given.sharded:
-        fleet.begin()
-        smoke.build_buckets(forward, model, *built.first_batch(given.data), rank.dtype)
+        for _ in range(2):  # the second makes the final buckets, so that no step does
+            fleet.begin()
+            smoke.build_buckets(forward, model, *built.first_batch(given.data), rank.dtype)
     if rank.size > 1:
         _check_reduced(rank.rank, fleet, given.exchange)
     if rank.rank == 0:
