@@ -43,11 +43,17 @@ _ORDER = (
 # fmt: on
 _PLACE = {key: place for place, key in enumerate(_ORDER)}
 _LEAF_MARKS = ("basis", "chosen", "instrument")
+_LONGEST = 1000  # characters of a message, which may name what a document holds
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]')
 
 
 class Unfaithful(Exception):
-    """A document that is not what it claims to be. The message says what is wrong and where; the exit code is 2."""
+    """A document that is not what it claims to be. The message, one line, says what is wrong and where; the exit code
+    is 2."""
+
+    def __init__(self, message: str) -> None:
+        line = "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in message)
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 200]} ... {line[-150:]}")
 
 
 def six(number: float) -> float:

@@ -35,6 +35,12 @@ def test_what_is_not_strict_json_gets_one_message_that_says_what_and_where(case:
     assert "\n" not in message and len(message) < 200
 
 
+def test_what_is_wrong_is_told_in_one_line_whatever_the_document_holds() -> None:
+    told = str(Unfaithful("plan.json: \x1b[31m\n\n" + "b" * 5000 + " is no name"))
+    assert told.isprintable() and len(told) <= 1000
+    assert told.startswith("plan.json: \\x1b[31m") and told.endswith("b is no name")
+
+
 @given(VALUES)
 def test_every_document_has_one_form_and_is_read_back_from_it(value: object) -> None:
     data = render(value)
