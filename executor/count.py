@@ -282,8 +282,3 @@ def bilinear(at: Mapping[tuple[int, int], int]) -> Form:
 def number(value: Fraction) -> int | float:
     """A whole number as int, any other with six significant digits."""
     return int(value) if value.denominator == 1 else float(f"{float(value):.6g}")
-
-
-def evaluate(form: Mapping[str, int | float], batch: int, length: int) -> float:
-    """The value of a form at a batch and a length."""
-    return form["one"] + form["b"] * batch + form["t"] * length + form["bt"] * batch * length

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from executor.account import account, workload_digest
 from executor.card import IN_FP32
-from executor.count import WEIGHTS, Tally, bilinear, evaluate
+from executor.count import WEIGHTS, Tally, bilinear
 from executor.envelope import envelope
 from executor.measure import SAVED, measure
 from executor.mechanisms import recompute
@@ -31,6 +31,7 @@ from executor.phantom import phantoms, storage_of
 from executor.places import LOSS
 from executor.workloads import configure, values
 from planner.door import BadWorkload
+from planner.passes.cost import polynomial
 
 SIZES = [(3, 80), (4, 128), (5, 208)]
 
@@ -43,9 +44,9 @@ def tiny() -> dict[str, Any]:
 def predicted(forms: dict[str, Any], batch: int, length: int) -> dict[str, float]:
     """Every count of a form set, named as measured, with ``saved`` and ``peak`` in all."""
     alone = ("saved", "beyond", "first")
-    found = {name: evaluate(form, batch, length) for name, form in forms.items() if name not in alone}
-    found |= {f"{SAVED}{part}": evaluate(form, batch, length) for part, form in forms["saved"].items()}
-    found["saved"] = sum(evaluate(form, batch, length) for form in forms["saved"].values())
+    found = {name: polynomial(form, batch, length, 1) for name, form in forms.items() if name not in alone}
+    found |= {f"{SAVED}{part}": polynomial(form, batch, length, 1) for part, form in forms["saved"].items()}
+    found["saved"] = sum(polynomial(form, batch, length, 1) for form in forms["saved"].values())
     beyond, first = (
         max((line["one"] + line["bt"] * batch * length for line in forms.get(name, ())), default=0.0)
         for name in ("beyond", "first")
@@ -88,7 +89,7 @@ def test_flops_equal_torchs_own_counter_without_the_depthwise_convolutions() -> 
         real(tokens, tokens).backward()
     by_operator = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     products = sum(n for name, n in by_operator.items() if "convolution" not in name)
-    assert evaluate(tiny()["compute"]["cpu"]["kda=chunk_torch"]["fp32"]["plain"]["flops"], 4, 128) == products
+    assert polynomial(tiny()["compute"]["cpu"]["kda=chunk_torch"]["fp32"]["plain"]["flops"], 4, 128, 1) == products
 
 
 def allocator(variant: str, batch: int, length: int) -> tuple[int, int]:
@@ -336,7 +337,7 @@ def test_an_account_tells_each_set_of_kernels_that_auto_may_choose_and_each_mech
     order = ["moe_offload", "engram_ram", "muon_state_bf16", "optim_8bit", "act_ckpt", "recompute"]
     assert sorted(rows, key=lambda name: rows[name]["order"]) == order
     tables = whole()["parameters"]["tables"]
-    assert evaluate(rows["engram_ram"]["host"], 0, 0) == 12 * tables
+    assert polynomial(rows["engram_ram"]["host"], 0, 0, 1) == 12 * tables
     assert rows["optim_8bit"]["bytes"] < 8 * whole()["parameters"]["adamw"]
 
 
@@ -350,7 +351,7 @@ def test_what_is_kept_of_real_cards_is_no_part_of_what_the_work_is() -> None:
 
 def test_a_bilinear_form_is_recovered_exactly_and_evaluated_anywhere() -> None:
     form = {"one": 7, "b": -3, "t": 5, "bt": 11}
-    at = {(b, t): int(evaluate(form, b, t)) for b in (2, 4) for t in (128, 192)}
+    at = {(b, t): int(polynomial(form, b, t, 1)) for b in (2, 4) for t in (128, 192)}
     assert bilinear(at) == form
 
 

@@ -23,16 +23,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pair import CARDS, CPUS, MOST_RANKS, STAGED, Pair, done, planner
 
 from executor import launch
+from processes import ROOT, environment
 
-HOME = Path(__file__).resolve().parents[2]
 MEGABYTES = (1, 4, 12, 25, 50, 100, 200)
 CPU_MEGABYTES = (0.02, 0.1, 0.4)
-KEPT = HOME / "planner" / "passes" / "buckets.json"
+KEPT = ROOT / "planner" / "passes" / "buckets.json"
 NEAR = 0.01
 _SECONDS = 540
 _COLUMNS = ("buckets", "seconds", "hidden")
@@ -61,8 +62,8 @@ def swept(folder: Path, plans: Sequence[dict[str, Any]], text: Path) -> list[dic
     """What the first rank measured of each of ``plans``, in order, by two ranks started by torch's launcher."""
     (folder / _SWEEP).write_text(json.dumps({"plans": plans, "text": str(text)}))
     command = [*launch.command(MOST_RANKS, [], "executor")[:-2], str(Path(__file__).resolve()), "--sweep", str(folder)]
-    environ = launch.environment(os.environ, 1, HOME)
-    environ["PYTHONPATH"] = os.pathsep.join((str(HOME), str(Path(__file__).parent), environ.get("PYTHONPATH", "")))
+    environ = launch.environment(os.environ, 1, ROOT)
+    environ["PYTHONPATH"] = environment(Path(__file__).parent)["PYTHONPATH"]
     subprocess.run(command, cwd=folder, env=environ, check=True, timeout=_SECONDS)
     rows: list[dict[str, Any]] = json.loads((folder / _SEEN).read_text())
     return rows
@@ -98,8 +99,8 @@ def run(folder: Path) -> None:
             raise SystemExit(f"rank {rank}: {found.ended}")
         rows.append(None if found.entry is None else found.entry["measured"])
         gc.collect()
-        if rank == 0:
-            print(_told(plan, rows[-1]), flush=True)
+        if found.entry is not None:
+            print(_told(plan, found.entry["measured"]), flush=True)
     if rank == 0:
         (folder / _SEEN).write_text(json.dumps(rows))
     meeting.gather(None)

@@ -109,24 +109,24 @@ def planned(run: Run, words: Sequence[str]) -> bool:
 
 def carry_out(runs: Sequence[Run], jobs: int, deadline: float, data: Sequence[str]) -> None:
     """Run ``runs``, at most ``jobs`` at a time, until the ``deadline`` of `time.monotonic`: then all are stopped."""
-    waiting, going = list(runs), []
+    waiting, going = list(runs), list[Run]()
     with_log: list[IO[bytes]] = []
     while waiting or going:
         late = time.monotonic() > deadline
         while waiting and len(going) < jobs and not late:
             run = waiting.pop(0)
-            log, environ = (run.folder / "run.log").open("wb"), environment()
+            log = (run.folder / "run.log").open("wb")
             with_log.append(log)
             command = [sys.executable, "-m", "executor", str(run.plan), "--run-dir", str(run.folder), *data]
-            run.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
+            run.process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
             going.append(run)
         if late:
             _stop(going)
             break
         going = [run for run in going if run.process is not None and run.process.poll() is None]
         time.sleep(0.2)
-    for log in with_log:
-        log.close()
+    for each in with_log:
+        each.close()
 
 
 def _stop(going: Sequence[Run]) -> None:
@@ -172,8 +172,8 @@ def read(run: Run) -> None:
 
 def _active(config: Mapping[str, Any], parameters: Mapping[str, int]) -> int:
     """Parameters that one byte's products use: without tables, of which it reads a few rows, and idle experts."""
-    idle = max(0, config.get("experts", 0) - config.get("topk", 0))
-    expert = 3 * config.get("width", 0) * config.get("expert_ffn", 0) * config.get("layers", 0)
+    idle = max(0, int(config.get("experts", 0) - config.get("topk", 0)))
+    expert = int(3 * config.get("width", 0) * config.get("expert_ffn", 0) * config.get("layers", 0))
     return parameters["total"] - parameters.get("tables", 0) - idle * expert
 
 

@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -245,28 +246,18 @@ def _work(
     for place, found in enumerate(wanted):
         if found.name not in record["cases"]:
             planned = planners.submit(shop.plan, f"case-{place}", found)
-
-            def grid(found: Case = found, planned: Future[Any] = planned) -> dict[str, Any]:
-                return measured_case(shop, found, planned, others)
-
-            yield "cases", found.name, grid
+            yield "cases", found.name, partial(measured_case, shop, found, planned, others)
     dice = random.Random(options.seed)
     for place in range(options.budgets):
         found, share, policy = drawn(dice, False), dice.uniform(0.55, 1.0), dice.choice(("cheapest", "in-order"))
         found = smaller(found) if options.small else found
         name = f"{found.name} within {share:.3f}"
         if name not in record["budgets"]:
-
-            def within(
-                place: int = place, found: Case = found, share: float = share, policy: str = policy
-            ) -> dict[str, Any]:
-                return budget_case(shop, f"budget-{place}", found, share, policy)
-
-            yield "budgets", name, within
+            yield "budgets", name, partial(budget_case, shop, f"budget-{place}", found, share, policy)
     for place, (line, size, policy) in enumerate(PRESETS if options.presets else ()):
         name = f"{line} within {size} GB {policy}"
         if name not in record["budgets"]:
-            yield "budgets", name, lambda place=place: preset_case(shop, place)
+            yield "budgets", name, partial(preset_case, shop, place)
 
 
 def main() -> None:

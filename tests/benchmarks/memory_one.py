@@ -43,7 +43,7 @@ def run(plan: str, run_dir: str, seen: str, cap: int | None) -> int:
         (_cap_card if own.kind == "cuda" else _cap_process)(cap)
     code = command.main([plan, "--run-dir", run_dir])
     found: dict[str, Any] = {"marks": marks}
-    if own.kind == "cuda" and torch.cuda.is_initialized():
+    if own.kind == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         statistics = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
         found |= {"retries": statistics["num_alloc_retries"], "ooms": statistics["num_ooms"], "total": total,
@@ -141,7 +141,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 def _accelerate(plan: Mapping[str, Any]) -> int:
     """What ``accelerate estimate-memory`` prints for training by Adam: it knows of no batch."""
-    from accelerate.commands.estimate import estimate_training_usage  # type: ignore[import-not-found]
+    from accelerate.commands.estimate import estimate_training_usage
 
     dtype = _DTYPES[plan["ranks"][0]["dtype"]["chosen"]]
     return int(max(estimate_training_usage(4 * _parameters(plan), dtype).values()))
@@ -149,9 +149,7 @@ def _accelerate(plan: Mapping[str, Any]) -> int:
 
 def _deepspeed(plan: Mapping[str, Any]) -> int:
     """DeepSpeed's model states of ZeRO 2 on one card, without offloading: no activations."""
-    from deepspeed.runtime.zero.stage_1_and_2 import (  # type: ignore[import-not-found]
-        estimate_zero2_model_states_mem_needs,
-    )
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
     return int(estimate_zero2_model_states_mem_needs(_parameters(plan), 1, 1, cpu_offload=False)[1])
 

@@ -40,7 +40,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-HOME = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from processes import environment
+
 COMMAND_SECONDS = 200
 MOST_RANKS = 2
 _QUIT_SECONDS = 20
@@ -215,9 +218,8 @@ def _told(environ: Environ, words: Sequence[str], then: str = "") -> str:
 
 def done(command: Sequence[str], folder: Path, environ: Environ) -> subprocess.CompletedProcess[bytes]:
     """``command`` in ``folder``, ended whole where it takes too long."""
-    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
     started = subprocess.Popen(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": path, **environ}, stdout=subprocess.PIPE,
+        command, cwd=folder, env=environment(**environ), stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:

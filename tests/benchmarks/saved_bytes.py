@@ -56,7 +56,7 @@ class Bytes:
     lies: list[tuple[int, str]] = field(default_factory=list)
 
 
-class Named(Tally):
+class Named(Tally):  # type: ignore[no-untyped-call]
     """A tally that knows of each storage which operator made it."""
 
     def __init__(self, known: Sequence[Tensor], tables: Sequence[Tensor]) -> None:
@@ -153,8 +153,8 @@ def _on_card(module: nn.Module, inputs: Sequence[Tensor], dtype: str) -> dict[st
     torch.autograd.backward(out, gradient)
     backward = _now("peak")
     return {
-        kind: Bytes(*(mark[kind] - before[kind] for mark in (forward, saved, backward)), host, lies)
-        for kind in STATISTICS
+        kind: Bytes(forward[kind] - start, saved[kind] - start, backward[kind] - start, host, lies)
+        for kind, start in before.items()
     }
 
 
@@ -168,7 +168,7 @@ def _blocks() -> dict[tuple[int, int], str]:
     """What the allocator has given out, by address and bytes requested, with our line that asked for it."""
     return {
         (block["address"], block["requested_size"]): _line_of_ours(block.get("frames", ()))
-        for segment in torch.cuda.memory_snapshot()
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     }

@@ -187,7 +187,8 @@ def shape_of(preset: str) -> Shape:
     shape = PRESETS[preset].shape
     lacking: dict[str, Any] = {name: value for name, value in LACKING.items() if not getattr(shape, name)}
     lacking |= {} if shape.expert_ffn else {"expert_ffn": shape.ffn // 4}
-    return replace(shape, **({} if shape.experts else {"topk": LACKING["topk"]}), **lacking)
+    lacking |= {} if shape.experts else {"topk": LACKING["topk"]}
+    return replace(shape, **lacking)
 
 
 def inputs_of(case: Case, options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

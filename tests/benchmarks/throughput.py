@@ -251,7 +251,7 @@ def _rows(
         if not done.kernels and not flops.get(part):
             continue
         terms = {"FLOPs": flops.get(part, 0) / ceiling["flops"], "bytes": least.get(part, 0) / ceiling["bytes"]}
-        seconds, floor = done.seconds.total() / PROFILED, max(terms.values())
+        seconds, floor = sum(done.seconds.values()) / PROFILED, max(terms.values())
         most = sorted(done.names.items(), key=lambda item: -item[1][0])[:6]
         rows.append({
             "part": part, "kernels": done.kernels / PROFILED, "seconds": seconds,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import DeviceType
+from torch._C._autograd import DeviceType, _get_sequence_nr
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -73,13 +73,13 @@ class Ranges:
             if self.stack and border:
                 self.stack[-1].hand(frame.taken)
             self.stack.append(frame)
-            first = torch.autograd._get_sequence_nr()
+            first = _get_sequence_nr()
             try:
                 with record_function(RANGE + part):
                     result = inner(*args, **kwargs)
             finally:
                 self.stack.pop()
-            for number in range(first, torch.autograd._get_sequence_nr()):
+            for number in range(first, _get_sequence_nr()):
                 self.numbers.setdefault(number, part)  # ranges inside have left before
             if border:
                 outs = list(tensors_in((result,)))
@@ -93,7 +93,7 @@ class Ranges:
 
     def now(self) -> str:
         """The part that an operator belongs to while it runs."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not None:
             return self.numbers.get(node._sequence_nr(), OTHER)
         return self.stack[-1].part if self.stack else OTHER
@@ -126,11 +126,11 @@ def _crossing(frame: Frame, outs: Sequence[Tensor], weights: Sequence[Tensor]) -
     return crossing
 
 
-class Products(TorchDispatchMode):
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Matrix FLOPs of each part while it is entered."""
 
     def __init__(self, ranges: Ranges) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ranges, self.flops = ranges, Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -210,8 +210,8 @@ class Work:
     """What a part did on the device: kernels and seconds by phase, and seconds and number by a kernel's name."""
 
     kernels: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
-    names: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0]))
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    names: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
 
     def add(self, phase: str, name: str, seconds: float) -> None:
         self.kernels += 1
@@ -240,7 +240,7 @@ def worked(events: Sequence[Any], ranges: Ranges, on_card: bool) -> dict[str, Wo
 
 
 def _is_operator(event: Any) -> bool:
-    return event.name.startswith(("aten::", "dormouse::"))
+    return str(event.name).startswith(("aten::", "dormouse::"))
 
 
 def _of_device(events: Iterable[Any]) -> Iterator[tuple[str, float]]:
