@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,16 +45,29 @@ for line in sys.stdin:
     fault = FAULT.get(request["part"] + str(request.get("rank", "")))
     if fault == "hang":
         time.sleep(600)
+    if fault == "meet":  # only where another card is asked at the same time
+        open(f"{os.environ['MEETING']}/{os.getpid()}", "w").close()
+        while len(os.listdir(os.environ["MEETING"])) < 2:
+            time.sleep(0.01)
+        fault = None
     if fault == "end":
         sys.exit("the card fell off the bus")
     one = {"samples": [1.0, 2.0, 3.0], "stable": True, "note": ""}
     answer = {
         "card": {"quantities": dict.fromkeys(QUANTITIES, one), "free": 10**9},
+        "host": {"operator_seconds": one},
         "group": {"curve": [[size, [1e-4 + size / 1e9] * 7] for size in request.get("sizes", [])], "nccl": "2.28.9"},
         "pairs": {"pairs": [{**one, "peer": True} for _ in request["pairs"]] if request["part"] == "pairs" else []},
     }[request["part"]]
     print(json.dumps(fault or answer), flush=True)
 """.replace("QUANTITIES_HERE", json.dumps(QUANTITIES))
+
+
+def test_what_launching_costs_is_timed_for_all_cards_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEETING", str(tmp_path))
+    for device in _faulty({"host": "meet"}, card_deadline=10.0)["devices"].values():
+        assert device["operator_seconds"]["value"] == 2.0, device["operator_seconds"]["why"]
+        assert "all cards at once" in device["operator_seconds"]["why"]
 
 
 def test_operators_are_counted_as_an_account_counts_them() -> None:

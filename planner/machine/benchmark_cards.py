@@ -28,7 +28,9 @@ from schemas.form import Json
 COMMAND = (sys.executable, "-P", "-m", "planner.machine.benchmark_cuda")
 MOST_CARDS_OF_ALL_PAIRS = 8
 ALIKE = 0.05  # cards of one name whose medians differ by less are alike
-ALIKE_OPERATORS = 1.0  # what the host was kept from by others, which only adds: of alike cards the least is taken
+ALIKE_OPERATORS = 1.0  # the host's own noise, and who shares a core
+OPERATORS = "operator_seconds"
+IDLE = "the other cards idle"
 _ALL = "all cards"  # the helper that sees them all
 
 
@@ -77,6 +79,7 @@ def measure(
         answers = {
             card: _asked(crew, {card: {**asdict(job), "part": "card"}}, job.card_deadline)[card] for card in cards
         }
+        _hosts(crew, answers, job)
         timings = {card: _card_readings(answers[card], job) for card in cards}
         _refuse_nothing(timings)
         if len(cards) > 1:
@@ -84,6 +87,15 @@ def measure(
             crew.release(cards)
             found["links"] = _links(crew, cards, links, job)
     return {"devices": _entries(devices, timings), **found}
+
+
+def _hosts(crew: Crew, answers: Mapping[str, Json], job: Job) -> None:
+    """Time what launching costs the host for every card at once, as ranks do that share it, and enter it with the rest
+    of what each card gave."""
+    timed = {card: answer["quantities"] for card, answer in answers.items() if "quantities" in answer}
+    found = _asked(crew, {card: {**asdict(job), "part": "host"} for card in timed}, job.card_deadline)
+    for card, quantities in timed.items():
+        quantities[OPERATORS] = found[card].get(OPERATORS, found[card])
 
 
 def _environs(cards: Sequence[str], job: Job) -> dict[str, dict[str, str]]:
@@ -112,16 +124,19 @@ def _card_readings(answer: Json, job: Job) -> dict[str, Json]:
         ("bandwidth", "B/s", f"{copied} within the card, bytes read and written"),
         ("host_to_device", "B/s", f"{copied} from pinned memory"),
         ("device_to_host", "B/s", f"{copied} to pinned memory"),
-        ("operator_seconds", "s", f"one operator of a model of {job.layers} small layers, forward and backward"),
+        (OPERATORS, "s", f"one operator of a model of {job.layers} small layers, forward and backward"),
     )
     quantities = answer.get("quantities", {})
-    return {key: _reading(quantities.get(key, answer), unit, what) for key, unit, what in rows}
+    return {
+        key: _reading(quantities.get(key, answer), unit, what, "all cards at once" if key == OPERATORS else IDLE)
+        for key, unit, what in rows
+    }
 
 
-def _reading(found: Json, unit: str, what: str) -> dict[str, Json]:
+def _reading(found: Json, unit: str, what: str, beside: str) -> dict[str, Json]:
     if "error" in found:
         return unknown(unit, f"{what}: not timed: {found['error']}")
-    why = f"{what}; the other cards idle; median of {len(found['samples'])}"
+    why = f"{what}; {beside}; median of {len(found['samples'])}"
     why += "" if found["stable"] else ", still drifting after warm-up"
     return timed(found["samples"], unit, why + (f"; {found['note']}" if found.get("note") else ""))
 
@@ -218,21 +233,20 @@ def _alike(first: Mapping[str, Json], second: Mapping[str, Json]) -> bool:
         one, other = first[key]["value"], second[key]["value"]
         if one is None or other is None:
             return one is other
-        return bool(abs(other - one) <= (ALIKE_OPERATORS if key == "operator_seconds" else ALIKE) * one)
+        return bool(abs(other - one) <= (ALIKE_OPERATORS if key == OPERATORS else ALIKE) * one)
 
     return all(near(key) for key in first)
 
 
 def _pooled(timings: Sequence[Mapping[str, Json]]) -> dict[str, Any]:
-    """One reading a key for alike cards: the median of their medians (of an operator the least, since it is the host's
-    time), in the range of all."""
+    """One reading a key for alike cards: the median of their medians, in the range of all."""
     found: dict[str, Any] = dict(timings[0])
     for key, item in found.items():
         if len(timings) > 1 and item["value"] is not None:
             items = [readings[key] for readings in timings]
             found[key] = {
                 **item,
-                "value": (min if key == "operator_seconds" else median)(other["value"] for other in items),
+                "value": median(other["value"] for other in items),
                 "low": min(other["low"] for other in items),
                 "high": max(other["high"] for other in items),
                 "why": f"{item['why']}; of each of {len(items)} alike cards",

@@ -2,8 +2,8 @@
 answer a line on stdout, first {"ready": torch's version}. It ends when stdin does.
 
 `planner.machine.benchmark_cards` starts one a card, which sees that card alone, and one more that sees them all. torch
-is imported before the first request, a context is made with it. Requests are {"part": "card" | "group" | "pairs", ...};
-what cannot be timed is answered as {"error": why}.
+is imported before the first request, a context is made with it. Requests are {"part": "card" | "host" | "group" |
+"pairs", ...}; what cannot be timed is answered as {"error": why}.
 """
 
 from __future__ import annotations
@@ -47,10 +47,14 @@ def card(request: Request) -> Json:
         "bandwidth": (3 * size, lambda: _copy(place, request)),
         "host_to_device": (3 * size, lambda: _host_copy(place, request, to_host=False)),
         "device_to_host": (3 * size, lambda: _host_copy(place, request, to_host=True)),
-        "operator_seconds": (0, lambda: _small_model(place, request)),
     }
     found = {key: tried(partial(_fitting, place, *row)) for key, row in rows.items()}
     return {"quantities": found, "free": place.free()}
+
+
+def host(request: Request) -> Json:
+    """{"operator_seconds": {"samples", "stable", "note"} or {"error"}} of the one card it sees."""
+    return {"operator_seconds": tried(lambda: _small_model(Place(0, request["dry"]), request))}
 
 
 def _fitting(place: Place, needed: int, timing: Callable[[], Json]) -> Json:
@@ -180,7 +184,7 @@ def _operators(step: Callable[[], Any]) -> int:
     return count.found
 
 
-_PARTS: dict[str, Callable[[Request], Json]] = {"card": card, "group": group, "pairs": pairs}
+_PARTS: dict[str, Callable[[Request], Json]] = {"card": card, "host": host, "group": group, "pairs": pairs}
 
 
 def answer(request: Request) -> Json:
