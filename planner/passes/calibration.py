@@ -15,6 +15,7 @@ from planner.passes.cost import PACKING_LAUNCHES, UNIT_RATES, seconds
 from planner.passes.layout import device_pointer
 from planner.passes.ledger import Ledger, plain
 from planner.passes.paths import link_inputs, rings
+from planner.passes.ranks import update_gain
 from planner.passes.sharding import is_sharded
 from schemas.document import reading, resolve
 from schemas.form import Json, Unfaithful, six
@@ -117,13 +118,14 @@ def calibrate_ranks(ledger: Ledger, request: Mapping[str, Json], account: Mappin
         kind = resolve(ledger.draft, device_pointer(ledger.draft, entry))["kind"]
         for part in ("compute", "optimizer"):
             taught = [row for row in alike if row[part] is not None and (part == "compute" or _same_world(row, wanted))]
-            points = [_point(row, part, _modelled(kind, row[f"{part}_work"], known)) for row in taught]
+            gain = update_gain(entry) if part == "optimizer" and known is rates else 1.0
+            points = [_point(row, part, _modelled(kind, row[f"{part}_work"], known, gain)) for row in taught]
             _put(ledger, f"/ranks/{place}/calibration/{part}", points, taught)
 
 
-def _modelled(kind: str, work: Sequence[float], rates: Sequence[float]) -> float:
+def _modelled(kind: str, work: Sequence[float], rates: Sequence[float], gain: float) -> float:
     flops, moved, launches = work
-    return seconds(kind, flops, moved, launches, rates)
+    return seconds(kind, flops, moved, launches, rates, gain=gain)
 
 
 def _same_world(row: Mapping[str, Json], wanted: Mapping[str, Json]) -> bool:

@@ -45,16 +45,17 @@ def seconds(
     rates: Sequence[float],
     carried: float = 0.0,
     looked_up: float = 0.0,
+    gain: float = 1.0,
 ) -> float:
     """Time of ``flops`` of products, ``moved`` bytes and ``launches`` operators at rates (FLOP/s, B/s, s a launch), of
     ``carried`` bytes to host memory and back at a fourth rate (B/s; without it they take no time), and of ``looked_up``
-    rows of tables in host memory at a fifth (s a row).
+    rows of tables in host memory at a fifth (s a row). ``gain``: how many times the first two rates this work reaches.
 
     A CPU runs its operators one after the other, dispatch included; a GPU computes and copies while its host launches,
     so the longest of the three binds. The next forward waits for the host's rows, and they for this step's backward.
     """
     products, bandwidth, launch, *link = rates
-    work = flops / products + moved / bandwidth
+    work = (flops / products + moved / bandwidth) / gain
     copies = carried / link[0] if link else 0.0
     rows = looked_up * link[1] if len(link) > 1 else 0.0
     return rows + (launches * launch + work + copies if kind == "cpu" else max(launches * launch, work, copies))
@@ -101,6 +102,7 @@ class Rank:
     workspace: int  # bytes that the device's libraries hold throughout
     overhead: float  # what the allocator takes for a byte asked of it
     allocator: str  # "expandable", whose blocks are as large as what they hold, "segments", or "none" on a CPU
+    update_gain: float = 1.0  # of the optimizer's rates over those of forward and backward
     compute_ratios: Sequence[Sequence[float]] = ()  # (batch, measured / modelled, low, high), by rising batch
     optimizer_ratios: Sequence[Sequence[float]] = ()
     shards: Shards | None = None  # where the rank holds a part of the model
@@ -185,7 +187,7 @@ class Rank:
         """The optimizer's step, without sending updates. The rank's rates must be known."""
         assert self.rates is not None
         work = self.update_work(mechanisms)
-        modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates)
+        modelled = seconds(self.kind, work["flops"], work["bytes"], work["launches"], self.rates, gain=self.update_gain)
         return modelled * ratio_at(self.optimizer_ratios, 0)
 
     def packing_seconds(self, launch: float) -> float:

@@ -214,6 +214,7 @@ def _rates(ledger: Ledger, base: str, device: str) -> None:
     memory = ("bandwidth", "bandwidth", "peak_bandwidth", "B/s", constants.GPU_BANDWIDTH_EFFICIENCY)
     for row in (products, memory):
         _card_rate(ledger, base, device, row)
+    ledger.put(f"{base}/rates/update_gain", constants.GPU_UPDATE_GAIN.reading())
 
 
 def _card_launch(ledger: Ledger, base: str, device: str) -> None:

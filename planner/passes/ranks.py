@@ -80,10 +80,16 @@ def rank_facts(draft: Mapping[str, Json], account: Mapping[str, Json], place: in
         workspace=int(workspace_of(draft, entry).value) if kind_of(draft, entry) == "cuda" else 0,
         overhead=constants.ALLOCATOR_OVERHEAD[allocator_of(draft)].value,
         allocator=allocator_of(draft),
+        update_gain=update_gain(entry),
         compute_ratios=taught.get("compute", ()),
         optimizer_ratios=taught.get("optimizer", ()),
         shards=shards_of(draft, account),
     )
+
+
+def update_gain(entry: Mapping[str, Json]) -> float:
+    """How many times the rates of forward and backward the entry's optimizer reaches."""
+    return float(entry["rates"]["update_gain"]["value"]) if "update_gain" in entry["rates"] else 1.0
 
 
 def kind_of(draft: Mapping[str, Json], entry: Mapping[str, Json]) -> str:

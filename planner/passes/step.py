@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from planner.passes.calibrated import calibrated_time
 from planner.passes.cost import seconds
 from planner.passes.gain import gains
 from planner.passes.ledger import Ledger
 from planner.passes.moves import moves_of
-from planner.passes.ranks import kind_of, rank_facts, world_size
+from planner.passes.ranks import kind_of, rank_facts, update_gain, world_size
 from schemas.document import reading, unknown
 from schemas.form import Json
 
@@ -69,24 +69,33 @@ def _compute(ledger: Ledger, place: int) -> None:
     demand = ledger.draft["ranks"][place]["demand"]
     for part, prefix in (("compute", ""), ("optimizer", "optimizer_")):
         carried = [key for key in _CARRIED if prefix + key in demand]
-        rates = [f"{base}/rates/{name}" for name in (*_RATES, *[_CARRIED[key] for key in carried])]
+        gains = ["update_gain"] if part == "optimizer" and kind != "cpu" else []
+        rates = [f"{base}/rates/{name}" for name in (*_RATES, *gains, *[_CARRIED[key] for key in carried])]
         work = [f"{base}/demand/{prefix}{name}" for name in ("flops", "bytes", "launches", *carried)]
-
-        def time(*values: float, carried: list[str] = carried) -> float:
-            flops, moved, launches, *amounts = values[: 3 + len(carried)]
-            products, bandwidth, launch, *ways = values[3 + len(carried) :]
-            of, at = dict(zip(carried, amounts, strict=True)), dict(zip(carried, ways, strict=False))
-            rates = (products, bandwidth, launch, at.get("link", math.inf), at.get("host_rows", 0.0))
-            return seconds(kind, flops, moved, launches, rates, of.get("link", 0.0), of.get("host_rows", 0.0))
-
         copies = " or link / host link" if "link" in carried else ""
         rows = " + rows x the host's time a row" if "host_rows" in carried else ""
+        reached = "(FLOP / products + bytes / bandwidth) / gain" if gains else "FLOP / products + bytes / bandwidth"
         said = (
-            f"{how}FLOP / products + bytes / bandwidth{copies}{rows}",
+            f"{how}{reached}{copies}{rows}",
             f"{base}/batch" if part == "compute" else None,
         )
         taught = f"{base}/calibration/{part}"
+        time = _modelled_by(kind, carried, gains)
         calibrated_time(ledger, f"{base}/step/{part}", taught, time, work, rates, said, measurable=True)
+
+
+def _modelled_by(kind: str, carried: list[str], gains: list[str]) -> Callable[..., float]:
+    """The formula of one half of a rank's step: work, then what is ``carried``, then rates, ``gains`` among them."""
+
+    def time(*values: float) -> float:
+        flops, moved, launches, *amounts = values[: 3 + len(carried)]
+        products, bandwidth, launch, *others = values[3 + len(carried) :]
+        of, at = dict(zip(carried, amounts, strict=True)), dict(zip([*gains, *carried], others, strict=False))
+        rates = (products, bandwidth, launch, at.get("link", math.inf), at.get("host_rows", 0.0))
+        brought = of.get("link", 0.0), of.get("host_rows", 0.0)
+        return seconds(kind, flops, moved, launches, rates, *brought, gain=at.get("update_gain", 1.0))
+
+    return time
 
 
 def _exchange(ledger: Ledger, account: Mapping[str, Json], place: int) -> None:
@@ -208,7 +217,8 @@ def _modelled(entry: Mapping[str, Json], prefix: str) -> dict[str, float] | None
     carried = {key: entry["demand"].get(prefix + key, {"value": 0.0})["value"] for key in _CARRIED}
     return {
         "launch": work["launches"] * rates["launch"],
-        "compute": work["flops"] / rates["products"] + work["bytes"] / rates["bandwidth"],
+        "compute": (work["flops"] / rates["products"] + work["bytes"] / rates["bandwidth"])
+        / (update_gain(entry) if prefix else 1.0),
         "link": carried["link"] / (rates.get("host_link") or math.inf),
         "rows": carried["host_rows"] * (rates.get("host_row") or 0.0),
     }
