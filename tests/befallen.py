@@ -1,8 +1,8 @@
 """A model into whose run a fault is put. A test copies this file beside its plan, as a module of a user's own.
 
-``FAULT="WHAT RANK"`` befalls that rank at its sixth forward (or that of the number ``FORWARD``), in an evaluation, or
-in the save after that forward, and leaves the moment in a file. In a step ranks wait 2 s for each other, and 15 s where
-they are told to be ``PATIENT``.
+``FAULT="WHAT RANK"`` befalls that rank at its sixth forward (or that of the number ``FORWARD``; of several ranks their
+first is not counted), in an evaluation, or in the save after that forward, and leaves the moment in a file. In a step
+ranks wait 2 s for each other, and 15 s where they are told to be ``PATIENT``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 WHAT, _, RANK = os.environ.get("FAULT", "").partition(" ")
 FORWARD = int(os.environ.get("FORWARD", "6"))
+SEVERAL = int(os.environ.get("WORLD_SIZE", "1")) > 1
 ADVICE = "If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 if "RANK" in os.environ and "PATIENT" not in os.environ:
@@ -81,7 +82,8 @@ class Model(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.embedding, self.head, self.calls = nn.Embedding(256, width), nn.Linear(width, 256), 0
+        self.embedding, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+        self.calls = -SEVERAL
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         self.calls += 1

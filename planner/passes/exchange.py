@@ -89,7 +89,7 @@ def _payload(ledger: Ledger, world: int, account: Mapping[str, Json]) -> None:
     table = width * account["parameters"]["tables"] // max(1, account["tensors"]["tables"])
     why = f"a bucket, or a table's gradient ({table} B), which is whole only when backward ends and is never cut"
     sources = ["/exchange/payload", "/exchange/buckets", "/workload/digest"]
-    ledger.compute("/exchange/last_bucket", "B", lambda all_of, n, _: max(all_of / n, table), sources, why)
+    ledger.compute("/exchange/last_bucket", "B", lambda all_of, n, _: max(-(-all_of // n), table), sources, why)
     why = f"2(P-1)/P payloads a rank, P = {world}"
     ledger.compute("/exchange/volume", "B", lambda n: round(ring_volume(n, world)), ["/exchange/payload"], why)
 

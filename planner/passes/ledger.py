@@ -57,6 +57,8 @@ class Ledger:
             return None
         value = formula(*[plain(item) for item in items])
         low, high = _range(formula, inputs, items)
+        if low is not None and high is not None:  # a formula that is not monotone may have it outside of all corners
+            low, high = min(low, value), max(high, value)
         item = reading(value, unit, "computed", why, inputs=inputs, low=low, high=high, measurable=measurable)
         return self.put(pointer, item)["value"]
 
