@@ -87,6 +87,8 @@ def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
         "config": config,
         "granule": GRANULE,
         "parameters": {route: sum(p.numel() for _, p in named) for route, named in routed._asdict().items()},
+        "frozen": sum(p.numel() for p in whole.parameters() if not p.requires_grad),
+        "buffers": sum(buffer.nbytes for buffer in whole.buffers()),
         "tensors": {route: len(named) for route, named in routed._asdict().items()},
         "blocks": {
             route: sum(block_rest(p.numel() * p.element_size()) for _, p in named)

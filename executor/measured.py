@@ -187,6 +187,7 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("memory/muon_momentum", "B", "last", _state("muon_momentum")),
     Quantity("memory/adamw_state", "B", "last", _state("adamw_state")),
     Quantity("memory/tables_state", "B", "last", _state("tables_state")),
+    Quantity("memory/model_buffers", "B", "last", _state("model_buffers")),
     Quantity("memory/hosted", "B", "last", _hosted("hosted", "storages of host tables, what is pinned")),
     Quantity("memory/pinned", "B", "max", _hosted("pinned", "torch's pinned allocator, buffers of what is offloaded")),
     Quantity("memory/backward_peak", "B", "max", _peak(lambda peaks: peaks.backward)),
@@ -224,6 +225,7 @@ def state_bytes(model: nn.Module, optimizers: Optimizers) -> dict[str, float]:
     masters = [own(parameter) for parameter in model.parameters()]
     gradients = [own(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     found: dict[str, float] = {"masters": storage_bytes(masters), "gradients": storage_bytes(gradients)}
+    found["model_buffers"] = storage_bytes(list(model.buffers()))
     found |= {component: storage_bytes(tensors) for component, tensors in optimizers.state().items()}
     device = masters[0].device
     tables = {} if optimizers.tables is None else optimizers.tables.state_bytes()

@@ -29,7 +29,7 @@ _ORDER = (
     "calibrate", "config", "defaults", "granule", "parameters", "tensors", "units", "sources", "masters", "gradients",
     "muon_momentum", "adamw_state", "tables_state", "staging", "activations", "backend", "reduce_dtype",
     "bucket_bytes", "path", "forward_bytes", "forward_count", "backward_bytes", "backward_count", "gathered",
-    "payload", "volume", "buckets", "update", "workspace", "hosted", "pinned",
+    "payload", "volume", "buckets", "update", "workspace", "model_buffers", "hosted", "pinned",
     "backward_peak", "optimizer_peak", "peak", "host", "limit",
     "global_batch", "global_tokens", "compute", "optimizer", "owners", "total", "rate", "latency",
     "forward_seconds", "seconds", "owners_payload", "owners_seconds", "tokens_per_second", "regime",

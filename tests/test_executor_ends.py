@@ -46,7 +46,7 @@ def said(stderr: str) -> list[str]:
         ("kill 0", "rank 0: is gone and left no word"),
         ("kill 1", "rank 1: is gone and left no word"),
         ("freeze 1", "rank 1: did not come to step 4's exchange within 2 s: its process is stopped (SIGSTOP)"),
-        ("hang 0", "rank 0: did not come to step 4's exchange within 2 s: it hangs in befall (befallen.py:40)"),
+        ("hang 0", "rank 0: did not come to step 4's exchange within 2 s: it hangs in befall (befallen.py:41)"),
         (
             "memory 1",
             "rank 1: OutOfMemoryError: out of memory: raised by hand, as a CPU has no limit to give; make the plan "

@@ -39,6 +39,8 @@ def _account(model: str = "tiny") -> bytes:
                 "config": {"layers": {"asked": None, "chosen": 4, "why": "preset"}},
                 "granule": 16,
                 "parameters": {"muon": 1, "adamw": 1, "tables": 0},
+                "frozen": 0,
+                "buffers": 0,
                 "tensors": {"muon": 1, "adamw": 1, "tables": 0},
                 "blocks": {"muon": 0, "adamw": 0, "tables": 0},
                 "units": [{"name": "", "tensors": [{"route": "muon", "rows": 1, "row": 1, "count": 1}]}],

@@ -49,6 +49,13 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+class Body(Net):
+    # Most of it is not trained, and some is no parameter.
+    def __init__(self, width: int = 64):
+        super().__init__(width)
+        self.layers.requires_grad_(False)
+        self.register_buffer("kept", torch.zeros(2**20))
 """
 SHAPE = ("--devices", "rtx-3060-12gb", "--model", "mine:Net", "--batch", "16", "--seq", "512")
 
@@ -64,6 +71,22 @@ def planned(users: Path, *options: str) -> subprocess.CompletedProcess[bytes]:
     environ = environment(XDG_CACHE_HOME=str(users / "cache"))
     command = [sys.executable, "-m", "planner", *SHAPE, *options]
     return subprocess.run(command, cwd=users, env=environ, capture_output=True, check=False)
+
+
+def test_what_is_not_trained_is_counted_and_is_what_a_run_measures(users: Path) -> None:
+    asked = ["--devices", "cpu:1", "--model", "mine:Body", "--batch", "4", "--seq", "64", "--steps", "5"]
+    for words in (["planner", *asked], ["executor", "body.json", "--model", "mine:Body"]):
+        done = subprocess.run([sys.executable, "-m", *words], cwd=users, env=environment(), capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        if words[0] == "planner":
+            (users / "body.json").write_bytes(done.stdout)
+    made = loads((users / "body.json").read_bytes(), "dormouse.plan", "plan")
+    memory, measured = made["ranks"][0]["memory"], made["runs"][-1]["measured"]
+    assert memory["model_buffers"]["value"] == 4 * 2**20
+    assert memory["masters"]["value"] > 4 * memory["gradients"]["value"] > 0
+    for part in ("masters", "gradients", "model_buffers"):
+        assert measured[f"/ranks/0/memory/{part} @0"]["value"] == memory[part]["value"], part
+    assert measured["/ranks/0/memory/peak @0"]["value"] == pytest.approx(memory["peak"]["value"], rel=0.02)
 
 
 def test_a_users_own_module_fits_a_budget_by_mechanisms_or_is_refused_by_its_own_parts(users: Path) -> None:

@@ -20,7 +20,17 @@ GRADIENT_BYTES = 4
 MOMENTUM_BYTES = 4
 ADAMW_BYTES = 8
 TABLES_BYTES = 8
-STATE = ("masters", "gradients", "muon_momentum", "adamw_state", "tables_state", "rounding", "staging", "workspace")
+STATE = (
+    "masters",
+    "gradients",
+    "muon_momentum",
+    "adamw_state",
+    "tables_state",
+    "model_buffers",
+    "rounding",
+    "staging",
+    "workspace",
+)
 """Components of memory that are held from step to step."""
 COMPONENTS = (*STATE, "activations", "gathered", "buckets", "update")
 WEIGHTS, KERNELS, BACKWARD = "weights_cast", "kernels_inside", "backward_beyond"
@@ -215,11 +225,12 @@ class Rank:
         """Bytes by component; every state that the optimizer will ever make is counted from the start."""
         tables, elements = self._tables(mechanisms), self.elements(mechanisms)
         found = {
-            "masters": MASTER_BYTES * elements,
+            "masters": MASTER_BYTES * (elements + int(self.account["frozen"])),
             "gradients": GRADIENT_BYTES * elements,
             "muon_momentum": MOMENTUM_BYTES * sum(self._elements(place) for place in self.owned),
             "adamw_state": ADAMW_BYTES * int(self.account["parameters"]["adamw"]),
             "tables_state": TABLES_BYTES * tables,
+            "model_buffers": int(self.account["buffers"]),
             "rounding": self._rounding(mechanisms),
             "staging": round(self._of_rows("staging", b, t, mechanisms)),
             "activations": sum(self.alive(b, t, mechanisms).values()),

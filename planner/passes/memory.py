@@ -29,10 +29,11 @@ _ALIVE = {
     "table_gradient": f"{GRADIENT_BYTES} B an element: a table's gradient before it is added",
 }
 _WHY = {
-    "masters": f"{MASTER_BYTES} B an element: fp32 master weights",
+    "masters": f"{MASTER_BYTES} B an element: fp32 master weights, those that are frozen included",
     "gradients": f"{GRADIENT_BYTES} B an element: fp32 gradients, kept from step to step",
     "adamw_state": f"{ADAMW_BYTES} B an element: two fp32 moments",
     "tables_state": f"{TABLES_BYTES} B an element: two fp32 moments of the tables' rows",
+    "model_buffers": "what the model keeps and does not train as parameters",
     "staging": "rows of the step's windows and of the next, and their gradients, in place of the tables",
     "rounding": "a card's blocks are multiples of 2 MiB from 10 MiB on, where less than 1 MiB is left over",
     "activations": "the most bytes alive in forward and backward: the sum of what they are",
@@ -128,6 +129,7 @@ def _sources(ledger: Ledger, account: Mapping[str, Json], base: str, mechanisms:
     found |= {"rounding": ["/workload/digest", *where], "adamw_state": [adamw, *changed], "buckets": [total, exchange]}
     if "bucket_bytes" in ledger.draft["exchange"]:
         found["buckets"] = [*found["buckets"], "/exchange/bucket_bytes"]
+    found["model_buffers"] = ["/workload/digest"]
     found["update"] = ["/workload/digest", "/workload/config/ns_dtype", *changed]
     found |= {"tables_state": [tables, *where]} if account["parameters"]["tables"] else {}
     if is_sharded(ledger.draft):
