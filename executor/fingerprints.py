@@ -7,7 +7,8 @@ SHA-256 of a billion parameters takes the host seconds, their lanes take an H200
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -26,26 +27,33 @@ def fingerprint(model: nn.Module) -> str:
     Where parameters are sharded, every rank gathers them, one after another, and comes to a digest of its own.
     """
     digest = hashlib.sha256()
-    for tensor in _kept(model):
+    for _, tensor in _kept(model):
         digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def lanes(model: nn.Module) -> Tensor:
+def lanes(model: nn.Module) -> tuple[Tensor, list[tuple[str, int]]]:
     """[n] uint8 on the model's device, of the same tensors: of each the sum of every LANES-th of its numbers, taken as
-    integers by their bits, and its last ones as they are. Nothing is read by the host. A number that differs shows,
-    unless others in its lane differ by as much the other way."""
-    found = [part for tensor in _kept(model) for part in _folded(tensor.detach().reshape(-1))]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8)
+    integers by their bits, and its last ones as they are; and how many of the n are which tensor's. Nothing is read by
+    the host. A number that differs shows, unless others in its lane differ by as much the other way."""
+    found = [(name, part) for name, tensor in _kept(model) for part in _folded(tensor.detach().reshape(-1))]
+    whole = torch.cat([part for _, part in found] or [torch.empty(0, dtype=torch.uint8)])
+    return whole, [(name, len(part)) for name, part in found]
 
 
-def _kept(model: nn.Module) -> Iterator[Tensor]:
+def owner(sizes: Sequence[tuple[str, int]], place: int) -> str:
+    """The tensor that byte ``place`` of lanes is of."""
+    ends = accumulate(size for _, size in sizes)
+    return next(name for (name, _), end in zip(sizes, ends, strict=True) if place < end)
+
+
+def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter, whole, then every buffer that a checkpoint keeps, in the order of their names."""
-    parameters = dict(model.named_parameters())
-    state = model.state_dict()
-    buffers = [state[name] for name in sorted(state.keys() - parameters.keys())]
-    yield from wholes([parameters[name] for name in sorted(parameters)])
-    yield from wholes(item for item in buffers if isinstance(item, Tensor))
+    parameters, state = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: state[name] for name in sorted(state.keys() - parameters.keys())}
+    kept: dict[str, Tensor] = {name: parameters[name] for name in sorted(parameters)}
+    kept |= {name: item for name, item in buffers.items() if isinstance(item, Tensor)}
+    yield from zip(kept, wholes(kept.values()), strict=True)
 
 
 def _folded(flat: Tensor) -> Iterator[Tensor]:

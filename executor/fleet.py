@@ -25,7 +25,7 @@ from executor import exchange, trial
 from executor.build import Optimizers, device_of
 from executor.clock import Clock
 from executor.exchange import Exchanged, Reducer
-from executor.fingerprints import lanes
+from executor.fingerprints import lanes, owner
 from executor.owners import Sharing
 from executor.slices import ExchangeSlice, RankSlice
 from executor.trial import Trial
@@ -64,7 +64,7 @@ class Fleet(Protocol):
     def norm(self, gradients: Sequence[Tensor]) -> Tensor: ...
     def share(self, updates: list[Tensor]) -> list[Tensor]: ...
     def total(self, counts: Tensor) -> Tensor: ...
-    def unlike(self, model: nn.Module) -> list[int]: ...
+    def unlike(self, model: nn.Module) -> tuple[list[int], str]: ...
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]: ...
     def saving(self) -> AbstractContextManager[None]: ...
     def begin(self) -> None: ...
@@ -106,8 +106,8 @@ class Alone:
     def total(self, counts: Tensor) -> Tensor:
         return counts
 
-    def unlike(self, model: nn.Module) -> list[int]:
-        return []
+    def unlike(self, model: nn.Module) -> tuple[list[int], str]:
+        return [], ""
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
@@ -233,13 +233,15 @@ class Ranks:
         dist.all_reduce(counts, group=self._group)
         return counts
 
-    def unlike(self, model: nn.Module) -> list[int]:
-        """The ranks whose weights are not rank 0's."""
-        mine = lanes(model)
+    def unlike(self, model: nn.Module) -> tuple[list[int], str]:
+        """The ranks whose weights are not rank 0's, and the first tensor that is not."""
+        mine, sizes = lanes(model)
         found = mine.new_empty(self.size, len(mine))
         self._enter()
         dist.all_gather(list(found.unbind()), mine, group=self._group)
-        return [int(rank) for rank in (found != found[0]).any(1).nonzero()]
+        other = found != found[0]
+        ranks: list[int] = other.any(1).nonzero().flatten().tolist()
+        return ranks, owner(sizes, int(other.any(0).nonzero()[0])) if ranks else ""
 
     def evaluating(self, model: nn.Module) -> AbstractContextManager[None]:
         """Around forwards that no backward follows."""

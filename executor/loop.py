@@ -269,10 +269,12 @@ def _update_matrices(parts: Training, muon: Muon, lr: float, keep: Tensor) -> No
 
 def _compare(parts: Training, step: int, progress: Progress) -> None:
     """Compare the weights of all ranks. Raises RunFailed where they differ."""
-    odd = parts.fleet.unlike(parts.model)
+    odd, first = parts.fleet.unlike(parts.model)
     progress.compared += 1
     if odd:
-        raise RunFailed(f"rank {_listed(odd)}: weights differ from rank 0's after step {step + 1}")
+        follows = first in dict(parts.model.named_buffers())
+        why = ", a buffer: one that follows each rank's own data, as BatchNorm's, trains on one rank only" * follows
+        raise RunFailed(f"rank {_listed(odd)}: weights differ from rank 0's after step {step + 1}, first {first}{why}")
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ import torch
 import faults
 import plans
 import ranks
-from executor import build, smoke
+from executor import build, loop, smoke
 from executor.data import open_corpus
-from executor.fingerprints import LANES, fingerprint, lanes
+from executor.fingerprints import LANES, fingerprint, lanes, owner
 from executor.gates import compare
 from executor.slices import data_slice, work_slice
 from test_executor_scaling import WHOLE, training
@@ -207,15 +208,18 @@ def test_the_fingerprint_is_of_the_weights_and_of_the_buffers_that_a_checkpoint_
     model.register_buffer("kept", torch.zeros(2))
     model.register_buffer("scratch", torch.zeros(2), persistent=False)
     for name, changes in (("scratch", False), ("kept", True), ("weight", True)):
-        first, folded = fingerprint(model), lanes(model)
+        first, (folded, _) = fingerprint(model), lanes(model)
         getattr(model, name).data[0] += 1
         assert (fingerprint(model) != first) == changes
-        assert (not torch.equal(lanes(model), folded)) == changes
+        found, sizes = lanes(model)
+        assert (not torch.equal(found, folded)) == changes
+        if changes:
+            assert owner(sizes, int((found != folded).nonzero()[0])) == name
 
 
 def test_the_lanes_of_a_model_are_the_sums_of_its_numbers_bits_and_show_any_bit() -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(size)) for size in (3, LANES, 5 * LANES + 7)])
-    found, large = lanes(model), model[2].detach()
+    (found, _), large = lanes(model), model[2].detach()
     bits = large[: 5 * LANES].numpy().view(np.int32).reshape(5, LANES).astype(np.int64)
     whole = [model[0].detach(), model[1].detach(), large[5 * LANES :]]
     wanted = [
@@ -228,9 +232,19 @@ def test_the_lanes_of_a_model_are_the_sums_of_its_numbers_bits_and_show_any_bit(
         for place in (0, len(parameter) // 2, len(parameter) - 1):
             raw = parameter.data.view(torch.int32)
             raw[place] ^= 1  # the last bit of one number
-            assert not torch.equal(lanes(model), found)
+            assert not torch.equal(lanes(model)[0], found)
             raw[place] ^= 1
-    assert torch.equal(lanes(model), found)
+    assert torch.equal(lanes(model)[0], found)
+
+
+@pytest.mark.parametrize(("first", "hint"), [("1.running_mean", True), ("0.weight", False)])
+def test_what_differs_between_ranks_is_named_and_a_buffer_is_told_as_one(first: str, hint: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    parts: Any = SimpleNamespace(model=model, fleet=SimpleNamespace(unlike=lambda _: ([1], first)))
+    wanted = f"^rank 1: weights differ from rank 0's after step 3, first {first}"
+    with pytest.raises(loop.RunFailed, match=wanted) as told:
+        loop._compare(parts, 2, loop.Progress())
+    assert ("BatchNorm" in str(told.value)) is hint
 
 
 def test_the_smoke_launch_leaves_buffers_as_they_were(folder: Path) -> None:
