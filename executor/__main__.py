@@ -38,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _main(list(sys.argv[1:] if arguments is None else arguments))
     except (KeyboardInterrupt, launch.Terminated) as stop:
-        name = "SIGTERM" if isinstance(stop, launch.Terminated) else "SIGINT"
-        return launch.leave_code(_rank(), _end(f"stopped: {name} before the run began", FAILED), agreed=True)
+        return launch.leave_code(
+            _rank(), _end(f"stopped: {launch.name_of(stop)} before the run began", FAILED), agreed=True
+        )
 
 
 def _main(given: list[str]) -> int:
@@ -145,7 +146,7 @@ def _run(plan: dict[str, Any], options: argparse.Namespace) -> int:
         return launch.leave_code(rank, _end(error.text(), REFUSED), agreed=True)
     except BadRank as error:
         return launch.leave_code(rank, _end(str(error), USAGE), agreed=True)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the run is over and recorded: only its message is left
+    for number in launch.ending():  # the run is over and recorded: only its message is left
         signal.signal(number, signal.SIG_IGN)
     return _ended(done, places, rank)
 
@@ -167,14 +168,16 @@ def _rank() -> int:
 
 
 def _listen() -> None:
-    """SIGTERM ends the run as Ctrl-C does: recorded. torchrun sends it to the ranks left over when one fails."""
+    """SIGTERM and SIGHUP end the run as Ctrl-C does: recorded. torchrun sends SIGTERM to the ranks left over when one
+    fails."""
 
     def end(number: int, _: Any) -> NoReturn:
-        for other in (signal.SIGINT, signal.SIGTERM):  # once: what follows is the recording
+        for other in heard:  # once: what follows is the recording
             signal.signal(other, lambda *_: None)  # not SIG_IGN, which processes inherit that are started later
-        raise launch.Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        launch.end_by(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    heard = launch.ending()
+    for number in heard:
         signal.signal(number, end)
 
 

@@ -15,7 +15,7 @@ from executor.files import DataChanged
 from executor.fleet import Fleet, abandon
 from executor.guest import named
 from executor.hold import InUse
-from executor.launch import Terminated
+from executor.launch import name_of
 from executor.meeting import RankFailed, Word
 from executor.pulse import Work
 from executor.state import Given, Made
@@ -32,7 +32,7 @@ CULPRIT_SECONDS = 3.0
 
 def stopped(given: Given, made: Made, stop: BaseException) -> tuple[str, str]:
     """(outcome, reason) by a signal: the user's to every rank, or torchrun's to those that are left when one fails."""
-    name = given.stopping.name or ("SIGTERM" if isinstance(stop, Terminated) else "SIGINT")
+    name = given.stopping.name or name_of(stop)
     given.meeting.end(Word(stopped=name))
     _abandon(given)
     culprit = given.meeting.culprit(CULPRIT_SECONDS)

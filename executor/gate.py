@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Ended as end:
         return _leave(_said(str(end), end.code))
     except (KeyboardInterrupt, launch.Terminated) as stop:
-        name = "SIGTERM" if isinstance(stop, launch.Terminated) else "SIGINT"
+        name = launch.name_of(stop)
         return _leave(_said(f"stopped: {name}", FAILED))
 
 
@@ -152,11 +152,12 @@ def _listen() -> None:
     """SIGTERM, which torchrun sends to the ranks left over when one is gone, ends a run as Ctrl-C does: told."""
 
     def end(number: int, _: Any) -> NoReturn:
-        for other in (signal.SIGINT, signal.SIGTERM):  # once: what follows is the telling
+        for other in heard:  # once: what follows is the telling
             signal.signal(other, lambda *_: None)
-        raise launch.Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        launch.end_by(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    heard = launch.ending()
+    for number in heard:
         signal.signal(number, end)
 
 

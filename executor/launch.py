@@ -24,8 +24,28 @@ _EAR, _LAUNCHER, _TOLD = "stderr", "launcher", "told"  # in the folder that OUTC
 _DRAIN_SECONDS = 5.0
 
 
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run: the last comes when the terminal is closed or the connection to it breaks."""
+
+
 class Terminated(BaseException):
-    """SIGTERM came: from the user, or from torchrun to the ranks that are left when one fails."""
+    """SIGTERM or SIGHUP came, as the message says: from the user, or from torchrun to the ranks that are left when one
+    fails."""
+
+
+def ending() -> list[signal.Signals]:
+    """Those of ENDS that end this process; nohup has it not hear of the terminal's end."""
+    return [number for number in ENDS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def end_by(number: int) -> NoReturn:
+    """Raise what stands for the signal."""
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(signal.Signals(number).name)
+
+
+def name_of(stop: BaseException) -> str:
+    """The signal that ``stop``, of `end_by`, stands for."""
+    return str(stop) if isinstance(stop, Terminated) else "SIGINT"
 
 
 _OWN = {
@@ -96,16 +116,16 @@ def _wait(words: Sequence[str], environ: Mapping[str, str], folder: Path) -> int
 def _patiently(process: subprocess.Popen[bytes]) -> tuple[int, str | None]:
     """Wait for the launcher, whatever signals come; gives its code, and the name of the first signal.
 
-    The terminal's Ctrl-C reaches the launcher and the ranks too; SIGTERM is passed on, once.
+    The terminal's Ctrl-C reaches the launcher and the ranks too; any other is passed on, once, as SIGTERM.
     """
     came: list[signal.Signals] = []
 
     def hear(number: int, _: Any) -> None:
-        if number == signal.SIGTERM and number not in came:
+        if number != signal.SIGINT and number not in came:
             process.terminate()
         came.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, hear) for number in ending()}
     try:
         return process.wait(), came[0].name if came else None
     finally:

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM in a run. While it trains, the first is a wish: the ranks agree on a step, save, and leave. A
-second one, and any at another time, leaves at once.
+"""Ctrl-C, SIGTERM and SIGHUP in a run. While it trains, the first is a wish: the ranks agree on a step, save, and
+leave. A second one, and any at another time, leaves at once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from executor.launch import Terminated
+from executor.launch import ENDS, end_by, ending
 
 ECHO_SECONDS = 1.0
 """torchrun passes on to its ranks the Ctrl-C that the terminal has sent to them already: both are one."""
 GRACE_SECONDS = 15.0
 """What a rank that is asked to stop waits for others while it saves: torchrun, which asks those that are left when one
 is gone, kills them after 30."""
-
-_OURS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping:
@@ -51,9 +49,9 @@ class Stopping:
             return None
         with suppress(BlockingIOError):
             for number in os.read(self._ear, 64):
-                if number in _OURS and self._first is None:
+                if number in ENDS and self._first is None:
                     self._first = signal.Signals(number).name, time.monotonic()
-                elif number in _OURS and self._first is not None and time.monotonic() - self._first[1] > ECHO_SECONDS:
+                elif number in ENDS and self._first is not None and time.monotonic() - self._first[1] > ECHO_SECONDS:
                     return self._first[0]
         return None
 
@@ -66,7 +64,7 @@ class Stopping:
         self._ear, mouth = os.pipe()
         for end in (self._ear, mouth):
             os.set_blocking(end, False)
-        before = {number: signal.signal(number, self._hear) for number in _OURS}
+        before = {number: signal.signal(number, self._hear) for number in ending()}
         woken = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         try:
             yield
@@ -100,7 +98,7 @@ class Stopping:
                 self.name, self._heard = signal.Signals(number).name, time.monotonic()
             return
         self._ended = True  # once: what follows is the recording
-        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        end_by(number)
 
 
 @contextmanager
@@ -109,7 +107,7 @@ def undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _OURS}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ending()}
     try:
         yield
     finally:

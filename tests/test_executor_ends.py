@@ -98,6 +98,7 @@ def test_a_rank_that_hangs_where_others_wait_without_a_deadline_is_named_and_rec
         (1, signal.SIGTERM, PYTHON),
         (2, signal.SIGINT, PYTHON),
         (2, signal.SIGTERM, PYTHON),
+        (1, signal.SIGHUP, PYTHON),
         (2, signal.SIGINT, TORCHRUN),
     ],
 )
@@ -107,7 +108,7 @@ def test_a_run_that_is_stopped_says_so_and_no_more(
     path, data = befallen(tmp_path, ranks, steps=200, settings={"log_every": 1})
     process = _started(tmp_path, path, data, start, FAULT="slow")
     before = _until(process, "step   2/200")
-    if number == signal.SIGINT:  # as the terminal does: to all at once
+    if number != signal.SIGTERM:  # as the terminal does: to all at once
         os.killpg(process.pid, number)
     else:
         process.terminate()
