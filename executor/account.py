@@ -64,6 +64,9 @@ def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
     kernels = planned_kernels(workload, chosen)
     with torch.device("meta"):
         whole = build(workload, chosen, kernels, label)
+    empty = [name for name, parameter in whole.named_parameters() if not parameter.numel()]
+    if empty:
+        raise BadWorkload(f"{label}: its parameter {empty[0]} has no elements; leave it out")
     routed = split(whole, opt)
     _refuse_idle(workload, config)
     mechanisms = _mechanisms(whole, routed, opt, points(workload))

@@ -70,6 +70,8 @@ def resolve(spec: str, asked: str = "--model", say: Callable[[str], None] | None
         raise BadWorkload(f"no model {spec!r}{_hint(spec, presets)}; a model of your own is named module:attribute")
     if isinstance(found, Workload) and not isinstance(found, type):
         return found
+    if isinstance(found, nn.Module):
+        raise BadWorkload(f"{spec} is a module already; name its class, or a function: each rank makes its own")
     if callable(found):
         return Module(spec, found)
     raise BadWorkload(f"{spec} is a {type(found).__name__}; it must be a workload, or a callable that gives a module")

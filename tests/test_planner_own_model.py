@@ -56,6 +56,13 @@ class Body(Net):
         super().__init__(width)
         self.layers.requires_grad_(False)
         self.register_buffer("kept", torch.zeros(2**20))
+
+class Empty(Net):
+    def __init__(self):
+        super().__init__(64)
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+made = nn.Linear(2, 2)
 """
 SHAPE = ("--devices", "rtx-3060-12gb", "--model", "mine:Net", "--batch", "16", "--seq", "512")
 
@@ -87,6 +94,19 @@ def test_what_is_not_trained_is_counted_and_is_what_a_run_measures(users: Path) 
     for part in ("masters", "gradients", "model_buffers"):
         assert measured[f"/ranks/0/memory/{part} @0"]["value"] == memory[part]["value"], part
     assert measured["/ranks/0/memory/peak @0"]["value"] == pytest.approx(memory["peak"]["value"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("made", "mine:made is a module already; name its class, or a function: each rank makes its own"),
+        ("Empty", "--model mine:Empty: its parameter nothing has no elements; leave it out"),
+    ],
+)
+def test_what_cannot_be_planned_of_a_module_is_said_in_one_line(users: Path, model: str, told: str) -> None:
+    words = [sys.executable, "-m", "planner", "--devices", "cpu:1", "--model", f"mine:{model}"]
+    done = subprocess.run(words, cwd=users, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"dormouse-plan: {told}\n")
 
 
 def test_a_users_own_module_fits_a_budget_by_mechanisms_or_is_refused_by_its_own_parts(users: Path) -> None:
