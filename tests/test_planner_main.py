@@ -43,6 +43,13 @@ def test_verify_show_and_diff_of_a_faithful_plan_are_done(plan: str, run_plan: s
         assert not err
 
 
+def test_more_ranks_than_memory_is_there_for_are_told_to_be_fewer(tmp_path: Path) -> None:
+    done = _start("--devices", "cpu:4000", cwd=tmp_path)
+    assert done.returncode == 3 and not done.stdout
+    assert "over 0 B (free memory / 4000 - 512 MiB)" in done.stderr
+    assert "to fix: fewer ranks (--devices), or memory that others hold given free" in done.stderr
+
+
 def test_fail_over_ends_with_one_and_the_rows_are_printed_all_the_same(plan: str, run_plan: str, capsys: Any) -> None:
     assert front.main(["diff", run_plan, "--fail-over", "step=5"]) == 1
     assert "misses by 113 %" in capsys.readouterr().out

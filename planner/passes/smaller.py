@@ -77,9 +77,11 @@ def ways_to_fit(
         return ", or ".join(way.said for way in ways)
     granule = account["granule"]
     worst = max(rooms, key=lambda room: room.least(granule) - (room.limit or 0))
+    if worst.limit is not None and worst.limit <= 0:
+        return "fewer ranks (--devices), or memory that others hold given free: nothing of it is left for a rank"
     what = "weights, gradients, optimizer state" + (" and CUDA's libraries" if worst.rank.kind == "cuda" else "")
     return (
-        f"a smaller model (--model, --set) or a larger device: one sequence of {granule} takes "
+        f"a smaller model (--model, --set) or a larger device: one sequence of length {granule} takes "
         f"{size(round(worst.least(granule)))}, and {what} alone hold {size(_state(worst))}"
     )
 
