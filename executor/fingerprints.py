@@ -1,7 +1,7 @@
 """What a model is, in few bytes. Two digests: SHA-256 of every byte, which a record keeps, and lanes of sums, which the
 device computes in one pass, so that ranks can be compared while they train.
 
-SHA-256 of a billion parameters takes the host seconds, their lanes take an H200 6 ms.
+SHA-256 of a billion parameters takes the host seconds; lanes take an H200 1.4 ms a GB.
 """
 
 from __future__ import annotations

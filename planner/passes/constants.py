@@ -65,7 +65,7 @@ GPU_BANDWIDTH_EFFICIENCY = Assumed(0.75, 0.5, 0.92, "", "share of the peak memor
 # All-reduce over each path between cards: the share of the link's rate that the ring reaches, a ring step's latency.
 # Measured on two H200: NVLink 250 (31 MB) to 341 (2 GB) of 450 GB/s, staged through host memory 30 of 63 GB/s. Of
 # NVLink the line with the least relative error from 1 MB to 2 GB on two pairs: 22% off at 1.8 MB, where NCCL changes
-# its protocol, 16% at most above, 5% in the middle.
+# its protocol, 16% at most above, 6% in the middle.
 PATH_EFFICIENCY = {
     "nvlink": Assumed(0.65, 0.5, 0.82, "", "ring all-reduce over NVLink: 0.56 to 0.76 seen on two H200"),
     "p2p": Assumed(0.78, 0.6, 0.85, "", "ring all-reduce by direct peer-to-peer over PCIe, as reported"),
