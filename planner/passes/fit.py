@@ -89,7 +89,9 @@ class _Decided:
             self.ledger.put(f"{where}/costs", unknown("s", "the rank's rates are unknown", inputs=inputs))
             return
         costs = self.search.seconds(place, samples, pick.mechanisms) - self.search.seconds(place, samples, without)
-        inputs += [f"/ranks/{place}/rates/{key}" for key in ("products", "bandwidth", "launch")]
+        known = self.ledger.draft["ranks"][place]["rates"]
+        rates = [key for key in ("products", "bandwidth", "launch", "update_gain") if key in known]
+        inputs += [f"/ranks/{place}/rates/{key}" for key in rates]
         why = f"forward, backward and update with {name} less those without it, all else alike"
         self.ledger.put(f"{where}/costs", reading(float(costs), "s", "computed", why, inputs=inputs))
 
