@@ -104,6 +104,15 @@ def test_what_cannot_be_compared_is_never_within_a_bound() -> None:
     assert compare.furthest({**one, "b": np.array([1.0, 2.0])}, one) == (pytest.approx(0.5**0.5), "b")
 
 
+def test_weights_are_compared_where_rounding_does_not_decide_adamws_step() -> None:
+    """||[0, 1]|| / ||[1, 1]|| where the second gradient is well above AdamW's epsilon, or 0, which nothing rounds."""
+    weights, other = {"a": np.array([1.0, 1.0])}, {"a": np.array([1.0, 2.0])}
+    for gradient, apart in ((1e-5, 0.5**0.5), (1e-8, 0.0), (0.0, 0.5**0.5)):
+        found = compare.weights_apart(other, weights, {"a": np.array([1.0, gradient])})
+        assert found == (pytest.approx(apart), "a")
+    assert not compare.weights_apart({}, weights, {"a": np.ones(2)})[0] <= 1e9
+
+
 def test_the_steps_at_which_ranks_part_are_named() -> None:
     assert compare.steps_apart([["a", "b"], ["a", "b"]]) == []
     assert compare.steps_apart([["a", "b", "c"], ["a", "x", "c"], ["a", "b"]]) == [2, 3]

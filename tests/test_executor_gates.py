@@ -84,7 +84,7 @@ def losses_gate(results: Any, one: Any) -> float:
 
 def one_step_gate(results: Any, one: Any) -> float:
     """The largest relative difference of the weights after one step."""
-    worst, _ = compare.furthest(results[0]["weights"], one["weights"])
+    worst, _ = compare.weights_apart(results[0]["weights"], one["weights"], one["gradients"])
     assert worst <= ONE_STEP_BOUND
     return worst
 

@@ -76,7 +76,7 @@ def losses_gate(results: Any, one: Any) -> None:
 
 def one_step_gate(results: Any, one: Any) -> None:
     for result in results:
-        assert compare.furthest(result["weights"], one["weights"])[0] <= ONE_STEP_BOUND
+        assert compare.weights_apart(result["weights"], one["weights"], one["gradients"])[0] <= ONE_STEP_BOUND
 
 
 def gradient_gate(results: Any, folder: Path, count: int) -> None:

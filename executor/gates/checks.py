@@ -29,8 +29,6 @@ BOUNDS = {
     "bf16": {"losses": 5e-3, "weights": 3e-3, "gradient": 6e-2},
     "fp16": {"losses": 5e-3, "weights": 1e-3, "gradient": 1e-2},
 }
-CLEAR = 1e-6
-"""A gradient's least element whose sign and size stand well above AdamW's epsilon."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +190,7 @@ def _losses_apart(run: Run, one: Run) -> tuple[float, str]:
 
 
 def _weights(run: Run, one: Run) -> tuple[float, str]:
-    """Of the elements whose step rounding does not decide: AdamW's first is g / (|g| + 1e-8), which turns the last bits
-    of a gradient that is about as small into a step as large as any."""
-    clear = {name: (found == 0) | (np.abs(found) >= CLEAR) for name, found in one.watch.gradients.items()}
-    return compare.furthest(*({name: found[clear.get(name, ...)] for name, found in side.watch.weights.items()}
-                              for side in (run, one)))  # fmt: skip
+    return compare.weights_apart(run.watch.weights, one.watch.weights, one.watch.gradients)
 
 
 def _identical(name: str, run: Run, steps: int) -> Check:

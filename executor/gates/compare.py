@@ -24,6 +24,9 @@ from schemas.form import Json
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
+CLEAR = 1e-6
+"""A gradient's least element whose sign and size stand well above AdamW's epsilon."""
+
 
 class Watch:
     """Told of each step by the loop (`executor.loop.Observe`): keeps what the gates compare.
@@ -64,6 +67,14 @@ def furthest(found: Mapping[str, Array], right: Mapping[str, Array]) -> tuple[fl
         return float("inf"), f"{len(found)} tensors, not {len(right)}"
     apart = np.array([relative(found[name], item) for name, item in right.items()])
     return float(apart.max()), list(right)[int(apart.argmax())]
+
+
+def weights_apart(found: Arrays, right: Arrays, gradients: Arrays) -> tuple[float, str]:
+    """`furthest` of weights after one step, of the elements whose step rounding does not decide: AdamW's first is
+    g / (|g| + 1e-8), which turns the last bits of a gradient that is about as small into a step as large as any."""
+    clear = {name: (found == 0) | (np.abs(found) >= CLEAR) for name, found in gradients.items()}
+    own, one = ({name: item[clear.get(name, ...)] for name, item in side.items()} for side in (found, right))
+    return furthest(own, one)
 
 
 def relative(found: Array, right: Array) -> float:

@@ -134,8 +134,10 @@ def measured_case(shop: Workshop, wanted: Case, planned: Future[Any], others: Th
     if path is None:
         return {**row, "refused": said[-2000:]}
     row["predicted"] = predicted(path)
-    asked = None if row["predicted"]["mechanisms"] else others.submit(estimates, path)
+    asked = None if shop.alone or row["predicted"]["mechanisms"] else others.submit(estimates, path)
     row |= shop.run(path)
+    if shop.alone and not row["predicted"]["mechanisms"]:
+        asked = others.submit(estimates, path)
     return {**row, "estimates": {} if asked is None else asked.result()}
 
 
@@ -209,7 +211,7 @@ def _notch(shop: Workshop, name: str, wanted: Case, before: Mapping[str, Any], b
             short = bool(done["ended"]) and bool(_SHORT.search(done.get("said", "")))
             return {"batch": batch, "peak": peak, "failed": short, **done}
         steps.append({"batch": batch, "peak": peak})
-    return {"batch": batch, "refused": f"no batch comes to {NOTCH:g} of the budget: {steps}"}
+    return {"batch": batch, "refused": f"no batch up to {batch} comes to {NOTCH:g} of it", "tried": steps}
 
 
 def _options() -> argparse.Namespace:
@@ -217,7 +219,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="each case at a size for a CPU")
     parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the list, from its beginning")
-    parser.add_argument("--only", default="", metavar="TEXT", help="of the list, the cases whose names hold this")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="a regular expression: of the list, the cases that have it"
+    )
     parser.add_argument("--drawn", type=int, metavar="SEED", help="eight more cases, drawn with this seed")
     parser.add_argument("--budgets", type=int, default=0, metavar="N", help="how many budgets to try")
     parser.add_argument("--seed", type=int, default=0, help="of the budgets")
@@ -240,7 +244,7 @@ def _work(
     """(kind, name, what gives its row) of all that is not done yet, in order; the plans of the grid are made ahead."""
     planners, others = pools
     dice = random.Random(options.drawn)
-    wanted = [found for found in CASES[: options.cases] if options.only in found.name]
+    wanted = [found for found in CASES[: options.cases] if re.search(options.only, found.name)]
     wanted += [] if options.drawn is None else [drawn(dice) for _ in range(8)]
     wanted = [smaller(found) for found in wanted] if options.small else wanted
     for place, found in enumerate(wanted):
@@ -281,7 +285,7 @@ def main() -> None:
                 raise SystemExit(probed.stderr)
             shop.record.write_text(probed.stdout, encoding="utf-8")
         record["machine"] = _machine(shop.record, options)
-        planners, others, runners = ThreadPoolExecutor(2), ThreadPoolExecutor(2), ThreadPoolExecutor(options.jobs)
+        planners, others, runners = ThreadPoolExecutor(4), ThreadPoolExecutor(2), ThreadPoolExecutor(options.jobs)
 
         late: list[str] = []
 
@@ -294,8 +298,10 @@ def main() -> None:
             print(f"{time.perf_counter() - start:5.0f} s  {name}: {told(row)}", file=sys.stderr, flush=True)
             _keep(record, options.out)
 
-        waiting = [runners.submit(done, *work) for work in _work(options, shop, record, (planners, others))]
-        for each in waiting:
+        work = list(_work(options, shop, record, (planners, others)))
+        if alone:
+            planners.shutdown()  # all is planned before: nothing runs beside what is timed
+        for each in [runners.submit(done, *row) for row in work]:
             each.result()
         planners.shutdown(cancel_futures=True)
     if late:

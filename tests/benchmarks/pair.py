@@ -6,7 +6,7 @@ from which ``--unpack FILE`` goes on elsewhere. `summary.md` sets what was foret
 
 | part | what is run |
 |---|---|
-| one | small, medium and b1 on the first card alone |
+| one | small, medium and b1 on the first card alone, small at twice its batch too |
 | nvlink, staged | medium and b1 as the cards are joined, and through host memory (NCCL_P2P_DISABLE=1) |
 | calibrated | medium over both again, by what the first runs measured |
 | small | small on one card and on two, at one global batch and at twice it |
@@ -115,6 +115,7 @@ class Pair:
 
     folder: Path
     setting: Setting
+    cards: tuple[str, str] = ("0", "1")  # which stand for the first rank's and for the second's
     more: Sequence[str] = ()  # words of every plan besides
     until: float = float("inf")  # no case is begun later
     cases: dict[str, Case] = field(default_factory=dict)
@@ -259,8 +260,9 @@ def _sharing(pair: Pair) -> Iterator[Environ]:
 
 def one(pair: Pair) -> None:
     for model in ("small", "medium", "b1"):
-        words = ["--devices", pair.record("one", _first(pair), ranks=1), *pair.setting.models[model]]
-        pair.case(f"one-{model}", words, _first(pair))
+        words = ["--devices", pair.record("one", _card(pair, 0), ranks=1), *pair.setting.models[model]]
+        pair.case(f"one-{model}", words, _card(pair, 0))
+    _small_alone(pair)
 
 
 def nvlink(pair: Pair) -> None:
@@ -284,14 +286,20 @@ def calibrated(pair: Pair) -> None:
 
 
 def small(pair: Pair) -> None:
-    words, alone = pair.setting.models["small"], pair.record("one", _first(pair), ranks=1)
-    pair.case("small-one", ["--devices", alone, *words, "--batch", "16"], _first(pair))
+    _small_alone(pair)
     for name, batch in (("same", "8"), ("twice", "16")):
-        pair.case(f"small-pair-{name}", ["--devices", pair.record("pair"), *words, "--batch", batch])
+        words = ["--devices", pair.record("pair"), *pair.setting.models["small"], "--batch", batch]
+        pair.case(f"small-pair-{name}", words)
 
 
-def _first(pair: Pair) -> Environ:
-    return {"CUDA_VISIBLE_DEVICES": "0"} if pair.on_cards else {}
+def _small_alone(pair: Pair) -> None:
+    words = ["--devices", pair.record("one", _card(pair, 0), ranks=1), *pair.setting.models["small"], "--batch", "16"]
+    pair.case("small-one", words, _card(pair, 0))
+
+
+def _card(pair: Pair, rank: int) -> Environ:
+    """What shows a process the card of ``rank`` alone."""
+    return {"CUDA_VISIBLE_DEVICES": pair.cards[rank]} if pair.on_cards else {}
 
 
 def _second(pair: Pair, small: bool) -> Environ:
@@ -301,19 +309,16 @@ def _second(pair: Pair, small: bool) -> Environ:
 
 def _unlike(pair: Pair, shared: Environ, small: bool = False) -> str:
     """The two ranks' records, each probed as its rank will be started."""
-    shown = {"CUDA_VISIBLE_DEVICES": "1"} if pair.on_cards else {}
-    first = pair.record("fast", {**shared, **_first(pair)}, ranks=1)
+    first = pair.record("fast", {**shared, **_card(pair, 0)}, ranks=1)
     name = "slow-small" if small else "slow"
-    return f"{first},{pair.record(name, {**shared, **shown, **_second(pair, small)}, ranks=1)}"
+    return f"{first},{pair.record(name, {**shared, **_card(pair, 1), **_second(pair, small)}, ranks=1)}"
 
 
 def _alone(pair: Pair, rank: int, batch: int, shared: Environ, more: Sequence[str] = ()) -> Case:
     """One rank of the unequal pair with ``batch`` sequences and no other beside it."""
     record = _unlike(pair, shared).split(",")[rank]
     words = ["--devices", record, *pair.setting.models["medium"], "--batch", str(batch), *more]
-    environ = {**shared, **(_second(pair, False) if rank else _first(pair))}
-    if rank and pair.on_cards:
-        environ["CUDA_VISIBLE_DEVICES"] = "1"
+    environ = {**shared, **_card(pair, rank), **(_second(pair, False) if rank else {})}
     return pair.case(f"alone-{rank}-{batch}", words, environ)
 
 
@@ -476,6 +481,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="takes plans, records and the summary")
     parser.add_argument("--only", default=",".join(PARTS), metavar="PART[,...]", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--cpu", action="store_true", help="CPU ranks and a tiny model, to see that it works")
+    parser.add_argument("--cards", default="0,1", metavar="A,B", help="for the two ranks; 0,0 serves the part alone")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="for every plan, as the planner"
     )
@@ -492,7 +498,9 @@ def main() -> None:
     if options.cpu:  # one core for all, so that a rank alone has as many threads as beside another
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     more = [word for setting in options.set for word in ("--set", setting)]
-    pair = Pair(options.out.resolve(), CPUS if options.cpu else CARDS, more, time.monotonic() + 60 * options.minutes)
+    first, _, second = options.cards.partition(",")
+    setting, until = CPUS if options.cpu else CARDS, time.monotonic() + 60 * options.minutes
+    pair = Pair(options.out.resolve(), setting, (first, second or first), more, until)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: SIGTERM"))
     try:
         for part in parts:
