@@ -3,9 +3,9 @@
     python tests/benchmarks/ends.py [--device cuda] [--ranks 2] [--jobs 3] [--out ends.md]
 
 Each run is of a small module (``tests/befallen.py``), with a checkpoint every second step; at its eighth forward (the
-sixth of a rank alone) the fault befalls one rank, which leaves the moment in a file. Memory runs out for real on a card (the allocator is given a
-limit, then asked for more); a CPU has no limit to give, so there torch's error is raised. After each run the plan must
-verify, and its newest checkpoint be whole.
+sixth of a rank alone) the fault befalls one rank, which leaves the moment in a file. Memory runs out for real on a card
+(the allocator is given a limit, then asked for more); a CPU has no limit to give, so there torch's error is raised.
+After each run the plan must verify, and its newest checkpoint be whole.
 """
 
 from __future__ import annotations
