@@ -168,8 +168,9 @@ def test_a_run_on_cards_goes_on_as_an_undisturbed_one_would_run_again(
     if torch.cuda.device_count() < cards:
         pytest.skip(f"{cards} cards are needed")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(cards))))
-    asked = {"model": "small", "devices": "auto", "mechanisms": mechanisms, "batch": 4, "seq": 256, "steps": STEPS}
-    settings = {"experts": 4, "topk": 2, "expert_ffn": 256, "moe_lb_coef": 0.01, "checkpoint_every": HALF}
+    asked = {"model": "small", "devices": "auto", "batch": 4, "seq": 256, "steps": STEPS}
+    asked |= {"mechanisms": mechanisms} if mechanisms else {}
+    settings = {"layers": 2, "experts": 4, "topk": 2, "expert_ffn": 256, "moe_lb_coef": 0.01, "checkpoint_every": HALF}
     report = goes_on(tmp_path, plans.plan(plans.corpus(tmp_path), cards, settings, **asked))
     print(f"\n{cards} card(s), {', '.join(mechanisms) or 'no mechanism'}: {report}")
 
