@@ -58,7 +58,7 @@ class Fleet(Protocol):
     sharded: bool
 
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward: ...
-    def clear(self, model: nn.Module) -> None: ...
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None: ...
     def weighted(self, loss: Tensor) -> Tensor: ...
     def announce(self, loss: Tensor, stop: bool) -> Callable[[], Tensor]: ...
     def norm(self, gradients: Sequence[Tensor]) -> Tensor: ...
@@ -78,6 +78,13 @@ class Fleet(Protocol):
     def close(self) -> None: ...
 
 
+def zero_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Zero the gradients, which are kept from step to step: all at once, since launches bind a small model."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_zero_(gradients)
+
+
 class Alone:
     """One rank: its loss is the fleet's, its updates are all there are."""
 
@@ -86,8 +93,8 @@ class Alone:
     def prepare(self, model: nn.Module, optimizers: Optimizers) -> Forward:
         return model
 
-    def clear(self, model: nn.Module) -> None:
-        model.zero_grad(set_to_none=False)
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        zero_gradients(parameters)
 
     def weighted(self, loss: Tensor) -> Tensor:
         return loss
@@ -186,9 +193,8 @@ class Ranks:
             self._sharing = Sharing(shapes, self._plan.owners, muon.ns_dtype, self._device, self._group)
         return exchange.wrap(model, self._reducer, self._plan.bucket_bytes)
 
-    def clear(self, model: nn.Module) -> None:
-        """Zero the gradients, which are kept from step to step."""
-        model.zero_grad(set_to_none=False)
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        zero_gradients(parameters)
 
     def weighted(self, loss: Tensor) -> Tensor:
         """The rank's part of the mean over the step's tokens: gradients are summed over ranks."""

@@ -72,10 +72,11 @@ class Training:
     stopping: Stopping = field(default_factory=Stopping)
     keep: Callable[[Progress], str] | None = None
     pulse: Pulse = field(default_factory=Pulse)
+    parameters: list[nn.Parameter] = field(init=False)
     _ahead: tuple[int, Tensor, Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._balanced = balanced(self.model)
+        self._balanced, self.parameters = balanced(self.model), list(self.model.parameters())
 
     def batch(self, data: DataSlice, step: int) -> tuple[Tensor, Tensor]:
         """This rank's windows of ``step``, on its device."""
@@ -86,8 +87,10 @@ class Training:
         return inputs, targets
 
     def _placed(self, part: Tensor) -> Tensor:
-        # From pinned memory, since a copy from any other holds the host up.
-        return part.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else part
+        if self.device.type != "cuda":
+            return part
+        # From pinned memory, since a copy from any other holds the host up; not by `pin_memory`, which asks CUDA first.
+        return torch.empty_like(part, pin_memory=True).copy_(part).to(self.device, non_blocking=True)
 
     def look_ahead(self, data: DataSlice, step: int) -> None:
         """Have what the host keeps of the model ready for ``step``, where it keeps any."""
@@ -99,7 +102,7 @@ class Training:
         """Every gradient that this rank holds, that of rows in host memory included."""
         tables = self.optimizers.tables
         leaves = tables.leaves() if isinstance(tables, HostTables) else []
-        return [own(p.grad) for p in (*self.model.parameters(), *leaves) if p.grad is not None]
+        return [own(p.grad) for p in (*self.parameters, *leaves) if p.grad is not None]
 
     def balance(self, keep: Tensor) -> None:
         """Move every mixture's balance by what the fleet counted in a step; not where ``keep`` is False."""
@@ -194,7 +197,7 @@ def launch(parts: Training, work: WorkSlice, data: DataSlice, step: int, scale: 
     fleet, scaler = parts.fleet, parts.optimizers.scaler
     inputs, targets = parts.batch(data, step)
     fleet.begin()
-    fleet.clear(parts.model)
+    fleet.clear(parts.parameters)
     with compute_in(parts.dtype, parts.device.type):
         loss = parts.forward(inputs, targets)
     if step + 1 < work.steps:

@@ -20,10 +20,12 @@ def is_part(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-@torch.no_grad()
 def own(tensor: Tensor) -> Tensor:
     """What this rank holds of ``tensor``, where it lies: no copy."""
-    found: Tensor = tensor.to_local() if is_part(tensor) else tensor  # type: ignore[attr-defined]
+    if not is_part(tensor):
+        return tensor
+    with torch.no_grad():
+        found: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return found
 
 

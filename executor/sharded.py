@@ -75,7 +75,7 @@ class Sharded(Ranks):
         _set_pg_timeout(self._patience, self._shards)
         return model
 
-    def clear(self, model: nn.Module) -> None:
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         torch._foreach_zero_([row.grad for row in self._rows.values() if row.grad is not None])
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import plans
-from executor import build, measured
+from executor import build, measured, peaks
 from executor.clock import Clock
 from executor.data import open_corpus
 from executor.exchange import Exchanged
@@ -110,8 +110,12 @@ def test_a_cards_peaks_are_the_highest_of_each_phase_over_all_steps(monkeypatch:
     told = iter([(50, 70), (40, 70), (60, 80), (30, 95)])
     now: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: now.append(next(told)) if not now else None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: now[-1][0])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: now[-1][1])
+    names = ("allocated_bytes", "reserved_bytes")
+    monkeypatch.setattr(
+        peaks,
+        "memory_stats_as_nested_dict",
+        lambda: {name: {"all": {"peak": value}} for name, value in zip(names, now[-1], strict=True)},
+    )
     probe = CardProbe()
     for step in range(2):
         now.clear()

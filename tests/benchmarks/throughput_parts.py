@@ -160,7 +160,7 @@ def put_ranges(ranges: Ranges, parts: loop.Training) -> None:
         elif isinstance(module, Block):
             ranges.put(module, "forward", BLOCK, [module.mix_norm.weight, module.ffn_norm.weight])
     ranges.put(parts, "forward", HEAD, [model.embedding.weight, model.norm.weight, model.head.weight])
-    ranges.put(model, "zero_grad", SUMS, border=False)
+    ranges.put(parts.fleet, "clear", SUMS, border=False)
     ranges.put(parts.fleet, "norm", CLIP, border=False)
     ranges.put(loop, "_shrink", CLIP, border=False)
     ranges.put(parts, "balance", BALANCE, border=False)
