@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from executor.kernels.relaunch import relaunched
+
 BAND = 8  # tiles that go through all columns together, so that their rows and weights stay in the cache
 
 
@@ -147,13 +149,16 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
     tl.store(dw_at, total.to(dw.dtype.element_ty), mask=(channels[:, None] < K) & (columns[None, :] < M))
 
 
+_product, _weights = relaunched(_product_kernel), relaunched(_weights_kernel)
+
+
 def product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """x [N, K], w [E, K, M], both of any strides, ends [E] int32 -> [N, M] in the dtype of x."""
     (rows, inner), (groups, _, columns) = x.shape, w.shape
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     blocks = product_blocks(rows, groups, columns)
     grid = ((triton.cdiv(rows, blocks.rows) + groups) * triton.cdiv(columns, blocks.columns),)
-    _product_kernel[grid](
+    _product[grid](
         *(x, w, out, ends, rows, inner, columns, *x.stride(), *w.stride()),
         GROUPS=groups,
         GROUPS_2=triton.next_power_of_2(groups + 1),
@@ -169,7 +174,7 @@ def weights(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     out = torch.empty(groups, channels, columns, dtype=x.dtype, device=x.device)
     blocks = weights_blocks(channels, columns)
     grid = (groups * triton.cdiv(channels, blocks.rows) * triton.cdiv(columns, blocks.columns),)
-    _weights_kernel[grid](
+    _weights[grid](
         *(x, grad, out, ends, channels, columns, *x.stride(), *grad.stride()),
         **_options(blocks),
     )

@@ -3,8 +3,9 @@
 Legend: B batch, T length, H heads, K key channels, V value channels, C tokens a chunk.
 
 The kernels are called directly, each by its own function and with FLA's backend dispatch off, so that no library picks
-another at call time. L2 norm, sigmoid and the decay's softplus run inside them. What is kept for backward is what FLA
-keeps when it recomputes within a layer: the inputs, the normalised q and k, and two [B, T, H, C] matrices of a chunk.
+another at call time; each is launched again as it was at first (``executor.kernels.relaunch``). L2 norm, sigmoid and
+the decay's softplus run inside them. What is kept for backward is what FLA keeps when it recomputes within a layer: the
+inputs, the normalised q and k, and two [B, T, H, C] matrices of a chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.kernels import tuned
+from executor.kernels import relaunch, tuned
 from executor.kernels.registry import TRITON_LAUNCH, cost
 
 CHUNK = 64
@@ -41,6 +42,7 @@ def _fla(heads: int, channels: int) -> SimpleNamespace:
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd
     from fla.ops.kda.chunk_fwd import chunk_kda_fwd
 
+    relaunch.replace("fla")
     return SimpleNamespace(
         forward=chunk_kda_fwd, backward=chunk_kda_bwd, norm=l2norm_fwd, norm_backward=l2norm_bwd,
         sigmoid=fused_beta_sigmoid_fwd, sigmoid_backward=fused_beta_sigmoid_bwd,
