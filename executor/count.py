@@ -129,11 +129,11 @@ class Tally(TorchDispatchMode):
         if role.asks:
             return result
         outputs = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
+        if not role.free:
+            self.launches += 1 if role.cost is None else role.cost.launches
         if role.carries:
-            self.launches += 1
             self.link += sum(map(_moved, outputs))
         elif not role.free:
-            self.launches += 1 if role.cost is None else role.cost.launches
             # A gather reads of its source what it gives.
             read = [*outputs, *tensors_in(args[1:])] if role.gathers else [*tensors_in(args)]
             for tensor in (*read, *tensors_in(kwargs.values()), *outputs):

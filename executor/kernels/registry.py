@@ -29,10 +29,10 @@ class Cost(NamedTuple):
     temporary: Callable[..., int]
 
 
-TRITON_LAUNCH = 8
-"""Operators of torch that a Triton kernel launched from Python costs the host, the wrappers around it included: on
-two hosts of H200 a step's forward and backward took what 7 to 8.4 give, where an operator took 19 to 28 us (a profile
-names 160 to 190 us a kernel of FLA 0.6.0 or of ours, beside 26)."""
+TRITON_LAUNCH = 2
+"""Operators of a model that a Triton kernel launched from Python costs the host, what its wrapper does included: on a
+host of H200 46 to 52 us where it is launched again (``executor.kernels.relaunch``; 93 to 122 us by Triton itself),
+where an operator of a model took 45 us."""
 
 costs: dict[str, Cost] = {}
 calls: Counter[tuple[str, str]] = Counter()

@@ -52,12 +52,14 @@ CPU_CLOCK_HZ = Assumed(2.5e9, 1.5e9, 5e9, "Hz", "a server or desktop core of the
 LOOPBACK_RATE = Assumed(9e8, 3e8, 4e9, "B/s", "gloo between processes of one machine, small payloads on busy cores")
 LOOPBACK_LATENCY = Assumed(2e-4, 5e-5, 1e-3, "s", "one gloo step between processes of one machine")
 
-GPU_LAUNCH_SECONDS = Assumed(2.0e-5, 8e-6, 6e-5, "s", "host time of a PyTorch operator on a card: 2e-5 seen")
+GPU_LAUNCH_SECONDS = Assumed(4e-5, 1.2e-5, 8e-5, "s", "host time of a model's operator: 2.2e-5 to 6.2e-5 seen")
 # A timed card is timed at its best: one large product, one large copy, a small model's operators. A model's own mix
 # reaches a share of that, and an operator of it costs more host time: colder caches.
 GPU_MIX_EFFICIENCY = Assumed(0.6, 0.4, 1.0, "", "share of a timed rate that a model's mix reaches: 0.55 seen")
 GPU_UPDATE_GAIN = Assumed(1.33, 1.0, 1.6, "", "an optimizer's rates over a model's mix's: 1.27 to 1.36 seen of b1")
-GPU_LAUNCH_OVERHEAD = Assumed(1.1, 0.8, 1.6, "", "host time of a model's operator over a small model's: 1.1 seen")
+GPU_LAUNCH_OVERHEAD = Assumed(
+    1.7, 1.1, 2.2, "", "host time of a model's operator over that of a few small layers: 1.1 to 2.2 seen"
+)
 GPU_BUCKET_SECONDS = Assumed(1.5e-4, 5e-5, 5e-4, "s", "hook, casts and stream waits of a bucket: 1e-4 to 3e-4 seen")
 GPU_PRODUCT_EFFICIENCY = Assumed(0.5, 0.25, 0.8, "", "share of the peak matrix rate that mixed layer shapes reach")
 GPU_BANDWIDTH_EFFICIENCY = Assumed(0.75, 0.5, 0.92, "", "share of the peak memory rate that elementwise code reaches")
