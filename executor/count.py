@@ -40,7 +40,7 @@ _RARE_PRODUCTS = ("convolution", "scaled_dot_product", "scaled_mm", "_attention"
 
 
 _GATHERS = ("aten::embedding", "aten::index_select", "aten::gather", "aten::index")
-_OFFLOAD, _RESTORE, _CAST = "dormouse::offload", "dormouse::restore", "aten::_to_copy"
+_OFFLOAD, _RESTORE, _CAST, _DETACH = "dormouse::offload", "dormouse::restore", "aten::_to_copy", "aten::detach"
 WEIGHTS = "weights_cast"
 """The place of weights in the compute dtype: autocast's copies."""
 
@@ -95,17 +95,18 @@ class Tally(TorchDispatchMode):
     and beside it no sum of tokens would be seen. ``place``: tells what part of a model runs.
 
     Attributes: flops (matrix products only), bytes (read and written), launches (operators that are no views; an
-    opaque one is as many as launching its kernels costs the host), live and peak (bytes alive now, and the most so
-    far), course (after each operator the bytes alive, what an opaque one took within itself included, and that part
-    alone), host (the most bytes that were alive in host memory), link (bytes moved to host memory and back),
-    tables_bytes (read and written of tables' gradients), tables_peak (the most bytes alive beside one).
+    opaque one is as many as launching its kernels costs the host), detached (how many tensors were, as hooks do that
+    keep what is saved in another form), live and peak (bytes alive now, and the most so far), course (after each
+    operator the bytes alive, what an opaque one took within itself included, and that part alone), host (the most bytes
+    that were alive in host memory), link (bytes moved to host memory and back), tables_bytes (read and written of
+    tables' gradients), tables_peak (the most bytes alive beside one).
     """
 
     def __init__(
         self, known: Iterable[Tensor] = (), tables: Iterable[Tensor] = (), place: Callable[[], str] = str
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = self.bytes = self.launches = self.live = self.peak = self.host = self.link = 0
+        self.flops = self.bytes = self.launches = self.detached = self.live = self.peak = self.host = self.link = 0
         self.tables_bytes = self.tables_peak = 0
         self.course: list[tuple[int, int]] = []
         self._hosted = self._gradients = 0
@@ -129,6 +130,7 @@ class Tally(TorchDispatchMode):
         if role.asks:
             return result
         outputs = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
+        self.detached += role.name == _DETACH
         if not role.free:
             self.launches += 1 if role.cost is None else role.cost.launches
         if role.carries:

@@ -16,6 +16,7 @@ from executor.count import Counts, bilinear
 from executor.envelope import Course, envelope
 from executor.kernels import registry
 from executor.measure import COUNTS, SAVED, Measured, measure
+from executor.mechanisms import recompute
 from executor.mechanisms.table import ORDERED
 from executor.phantom import phantoms
 from executor.workloads import build
@@ -160,20 +161,23 @@ class Counting:
                 model = build(self.workload, shallow, kernels, self.label)
                 for mechanism in engaged:
                     _APPLY[mechanism](model)
+            hooked = recompute.HOOKED if recompute.NAME in engaged else 0
             for case in cases:
-                counted[case][layers] = self._at_points(model, case, self._terms.get((name, case)))
+                counted[case][layers] = self._at_points(model, case, self._terms.get((name, case)), hooked)
         if not engaged:
             self._terms |= {
                 (name, case): _terms_of(by_depth, points(self.workload)) for case, by_depth in counted.items()
             }
         return {case: _forms(self.workload, self.chosen, by_depth) for case, by_depth in counted.items()}
 
-    def _at_points(self, model: nn.Module, case: Case, terms: Mapping[str, str] | None) -> AtPoints:
+    def _at_points(self, model: nn.Module, case: Case, terms: Mapping[str, str] | None, hooked: int) -> AtPoints:
         """What is measured at each point. With ``terms``, three of them tell the fourth."""
         kind, dtype = case
         at = points(self.workload)
         with phantoms(kind):
-            found = {point: measure(model, *point, dtype) for point in (at if terms is None else (*at[:2], at[3]))}
+            found = {
+                point: measure(model, *point, dtype, hooked) for point in (at if terms is None else (*at[:2], at[3]))
+            }
         if terms is not None:
             found[at[2]] = Measured(_fourth(found, at, terms), [], 0, 0)
         return found

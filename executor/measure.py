@@ -32,11 +32,12 @@ class Measured(NamedTuple):
         return sum(count for name, count in self.counts.items() if name.startswith(SAVED))
 
 
-def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Measured:
+def measure(model: nn.Module, batch: int, length: int, dtype: str, hooked: int = 0) -> Measured:
     """One forward and backward on zeros, with gradients already allocated; real, fake or phantom tensors.
 
-    Counts are those of a tally; ``saved/PART`` for each part of the model that keeps bytes for backward; ``beyond``,
-    what backward takes at its peak beyond all that is saved.
+    ``hooked``: operators that keeping a tensor in another form costs the host. Counts are those of a tally;
+    ``saved/PART`` for each part of the model that keeps bytes for backward; ``beyond``, what backward takes at its peak
+    beyond all that is saved.
     """
     device = next(model.parameters()).device
     inputs = torch.zeros(batch, length, dtype=torch.int64, device=device)
@@ -60,5 +61,6 @@ def measure(model: nn.Module, batch: int, length: int, dtype: str) -> Measured:
         saved, parts, turn = tally.live, tally.saved(), len(tally.course)
         torch.autograd.backward(loss)
     counts = {name: getattr(tally, name) for name in (*COUNTS, *OF_TABLES)}
+    counts["launches"] += hooked * tally.detached
     counts |= {"beyond": tally.peak - saved, **{f"{SAVED}{part}": n for part, n in parts.items()}}
     return Measured(counts, tally.course, turn, held - saved)

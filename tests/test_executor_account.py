@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,6 +25,7 @@ from executor.card import IN_FP32
 from executor.count import WEIGHTS, Tally, bilinear
 from executor.envelope import envelope
 from executor.measure import SAVED, measure
+from executor.kernels.offload import CARRIED
 from executor.mechanisms import recompute
 from executor.models.presets import TINY
 from executor.optim.routing import split
@@ -54,9 +56,9 @@ def predicted(forms: dict[str, Any], batch: int, length: int) -> dict[str, float
     return {**found, "peak": max(found["saved"] + beyond, first)}
 
 
-def counted(made: nn.Module, batch: int, length: int, dtype: str) -> dict[str, float]:
+def counted(made: nn.Module, batch: int, length: int, dtype: str, recomputed: bool = False) -> dict[str, float]:
     """What a measured pass holds, named alike."""
-    counts = dict(measure(made, batch, length, dtype).counts)
+    counts = dict(measure(made, batch, length, dtype, recompute.HOOKED * recomputed).counts)
     counts["saved"] = sum(n for name, n in counts.items() if name.startswith(SAVED))
     counts["peak"] = counts["saved"] + counts.pop("beyond")
     return dict(counts)
@@ -76,7 +78,7 @@ def model(layers: str = "4", variant: str = "plain") -> nn.Module:
 @pytest.mark.parametrize("variant", ["plain", "recompute"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_count_equals_that_of_a_real_run_at_full_depth(dtype: str, variant: str, size: tuple[int, int]) -> None:
-    real = counted(model(variant=variant), *size, dtype)
+    real = counted(model(variant=variant), *size, dtype, variant == "recompute")
     found = predicted(tiny()["compute"]["cpu"]["kda=chunk_torch"][dtype][variant], *size)
     for count, value in real.items():
         assert found.get(count, 0) == pytest.approx(value, rel=0.01), count
@@ -261,7 +263,7 @@ def test_what_is_offloaded_lies_on_the_host_and_goes_over_the_link_twice() -> No
     x = torch.zeros(1000)
     with Tally([x]) as tally:
         host = torch.ops.dormouse.offload(x)
-        assert (tally.live, tally.host, tally.link, tally.bytes, tally.launches) == (0, 4000, 4000, 0, 1)
+        assert (tally.live, tally.host, tally.link, tally.bytes, tally.launches) == (0, 4000, 4000, 0, CARRIED)
         back = torch.ops.dormouse.restore(host, device=x.device)
         del host
         assert (tally.live, tally.peak, tally.host, tally.link) == (4000, 4000, 4000, 8000)
@@ -307,13 +309,43 @@ def test_every_variant_of_a_whole_model_is_counted_as_at_its_full_depth(engaged:
         for mechanism in ORDERED:
             if mechanism.NAME in engaged:
                 mechanism.apply(made)
-        measured = {size: counted(made, *size, "bf16") for size in ((4, 64), (8, 512), (64, 128))}
+        again = "recompute" in engaged
+        measured = {size: counted(made, *size, "bf16", again) for size in ((4, 64), (8, 512), (64, 128))}
     by_set = whole()["compute"]["cuda"]["grouped=grouped_loop,kda=chunk_fla"]
     for size, real in measured.items():
         found = predicted(by_set["bf16"]["+".join(engaged) or "plain"], *size)
         for count, value in real.items():
             assert found.get(count, 0) == pytest.approx(value, rel=0.002), (size, count)
     assert (real["host"] > 0) == ("moe_offload" in engaged)
+
+
+class Chain(nn.Module):
+    """Blocks that save some tensors each, and how many in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)) for _ in range(3))
+        self.saved = 0
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self.saved += 1
+        return tensor
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        value = inputs[..., None].float().expand(*inputs.shape, 8) + self.blocks[0][0].bias
+        for block in self.blocks:
+            with saved_tensors_hooks(self._keep, lambda tensor: tensor):
+                value = value + block(value)
+        return value.square().mean()
+
+
+def test_each_tensor_that_recomputation_hooks_is_counted_as_host_work() -> None:
+    plain, again = Chain(), Chain()
+    recompute.apply(again)
+    once, hooked = (measure(made, 2, 4, "fp32", hooked) for made, hooked in ((again, 0), (again, 3)))
+    measure(plain, 2, 4, "fp32")
+    detached = (hooked.counts["launches"] - once.counts["launches"]) / 3
+    assert 0 < plain.saved <= detached <= 2 * plain.saved + len(plain.blocks)  # the input of each block is one, too
 
 
 def test_a_deep_model_of_few_tokens_peaks_where_forward_ends_beside_the_weights_that_autocast_holds() -> None:
