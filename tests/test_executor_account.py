@@ -24,8 +24,8 @@ from executor.account import account, workload_digest
 from executor.card import IN_FP32
 from executor.count import WEIGHTS, Tally, bilinear
 from executor.envelope import envelope
-from executor.measure import SAVED, measure
 from executor.kernels.offload import CARRIED
+from executor.measure import SAVED, measure
 from executor.mechanisms import recompute
 from executor.models.presets import TINY
 from executor.optim.routing import split
