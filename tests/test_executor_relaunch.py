@@ -171,7 +171,7 @@ def test_tuned_kernels_of_a_package_are_replaced_wherever_they_are_named_and_jit
 
 def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on every launch is Triton's."""
-    monkeypatch.setattr(Relaunched, "__getitem__", lambda self, grid: self._kernel[grid])
+    monkeypatch.setattr(Relaunched, "__getitem__", Relaunched.by_name)
 
 
 @pytest.mark.gpu

@@ -58,6 +58,11 @@ class Relaunched:
 
         return launch
 
+    def by_name(self, grid: Grid) -> Callable[..., Any]:
+        """What launches it by Triton itself."""
+        launch: Callable[..., Any] = self._kernel[grid]
+        return launch
+
     def _first(self, key: Any, grid: Grid, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Launch by Triton, and remember what it launched where that can be launched again."""
         with self._lock:
@@ -71,7 +76,7 @@ class Relaunched:
 
             self._jitted.run = seen
             try:
-                compiled = self._kernel[grid](*args, **kwargs)
+                compiled = self.by_name(grid)(*args, **kwargs)
             finally:
                 del self._jitted.run
             if hasattr(compiled, "packed_metadata") and not self._hooked() and len(self._known) < MOST:
