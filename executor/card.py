@@ -4,6 +4,7 @@
   normalised copy of the input besides.
 - Autocast runs softmax, norms and losses in fp32 there; a CPU's leaves some of them in 16 bits.
 - The gradient of an embedding is summed there over sorted indices, in memory that the operator takes and returns.
+- Recurrent layers are cuDNN's, one kernel for all layers and steps (``executor.recurrent``).
 
 Only shapes are right here: nothing is computed.
 """
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from executor import recurrent
 
 # Of those that a card's autocast runs in fp32, what a language model keeps results of (torch's autocast_mode.h).
 IN_FP32 = (
@@ -95,6 +98,7 @@ def as_on_a_card() -> Iterator[None]:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
             library.impl(name, _widened(operator), "AutocastCPU")  # type: ignore[no-untyped-call]
+        recurrent.on_a_card(library)
         temporary.update(TEMPORARY)
         yield
     finally:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from executor.card import temporary
 from executor.kernels.registry import Cost, costs
 from executor.phantom import Phantom, is_view, on_meta, storage_of
+from executor.recurrent import KEPT, PLACE
 from planner.door import Form
 
 aten = torch.ops.aten
@@ -143,8 +144,10 @@ class Tally(TorchDispatchMode):
             self.flops += flops_of(func, args, kwargs, result)
         # What is cast from what was there before, a weight, is cast once for all that use it.
         weight = role.casts and id(storage_of(args[0])) in self._known
-        for output in outputs:
-            self._watch(output, role.offloads, WEIGHTS if weight else self._place())
+        for number, output in enumerate(outputs):
+            opaque = number == KEPT.get(role.name)
+            place = WEIGHTS if weight else PLACE if opaque else self._place()
+            self._watch(output, role.offloads, place)
         inside = _inside(role, args, result)
         self.peak = max(self.peak, self.live + inside)
         if self._gradients:

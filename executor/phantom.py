@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from executor import recurrent
 from executor.card import SHAPES, as_on_a_card
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+_SHAPES = {**SHAPES, **recurrent.SHAPES, **recurrent.CARD_SHAPES}
 
 
 class Store:
@@ -68,6 +70,14 @@ class Phantom(Tensor):
         )
         made.form, made.store = form, store
         return made
+
+    def become(self, form: Form) -> Phantom:
+        """Itself, in another form of the same store."""
+        if form is not self.form:
+            with torch._C._DisableTorchDispatch():
+                self.as_strided_(form.shape, form.strides, form.offset)
+            self.form = form
+        return self
 
     def moved(self) -> int:
         """Bytes of it, each byte of an expanded one once."""
@@ -152,7 +162,7 @@ def _given(recipe: Any, given: list[Phantom], stores: dict[int, Store]) -> Any:
         if recipe.source is None:
             return Phantom(recipe.form, stores.setdefault(recipe.group, Store(recipe.nbytes)))
         source = given[recipe.source]
-        return source if recipe.itself else Phantom(recipe.form, source.store)
+        return source.become(recipe.form) if recipe.itself else Phantom(recipe.form, source.store)
     return type(recipe)(_given(part, given, stores) for part in recipe) if isinstance(recipe, list | tuple) else recipe
 
 
@@ -177,8 +187,7 @@ def _first(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: l
         inner_kwargs = {name: _enter(item, waiting) for name, item in kwargs.items()}
         if _with_device[id(func)] and ("device" in kwargs or not given) and kwargs.get("device") in (None, _CPU):
             inner_kwargs["device"] = _META
-        forms = [item.form for item in given]
-        return _noted(SHAPES.get(func, func)(*inner_args, **inner_kwargs), behind, forms, {})
+        return _noted(_SHAPES.get(func, func)(*inner_args, **inner_kwargs), behind, {})
 
 
 def _metas(given: Iterable[Phantom]) -> list[Tensor]:
@@ -204,19 +213,19 @@ def _enter(item: Any, waiting: Any) -> Any:
     return [_enter(part, waiting) for part in item] if isinstance(item, list | tuple) else item
 
 
-def _noted(item: Any, behind: list[Tensor], forms: list[Form], groups: dict[int, int]) -> Any:
+def _noted(item: Any, behind: list[Tensor], groups: dict[int, int]) -> Any:
     """A result as the recipe that gives it."""
     if isinstance(item, Tensor):
         for place, known in enumerate(behind):
             if item is known:
-                return Made(forms[place], place, True, 0, 0)
+                return Made(_form_of(item), place, True, 0, 0)  # which may be another form: aten::transpose_
         storage = item.untyped_storage()
         for place, known in enumerate(behind):
             if storage._cdata == known.untyped_storage()._cdata:
                 return Made(_form_of(item), place, False, 0, 0)
         group = groups.setdefault(storage._cdata, len(groups))
         return Made(_form_of(item), None, False, group, storage.nbytes())
-    return type(item)(_noted(part, behind, forms, groups) for part in item) if isinstance(item, list | tuple) else item
+    return type(item)(_noted(part, behind, groups) for part in item) if isinstance(item, list | tuple) else item
 
 
 def is_view(func: Any) -> bool:

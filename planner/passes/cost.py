@@ -34,6 +34,7 @@ STATE = (
 """Components of memory that are held from step to step."""
 COMPONENTS = (*STATE, "activations", "gathered", "buckets", "update")
 WEIGHTS, KERNELS, BACKWARD = "weights_cast", "kernels_inside", "backward_beyond"
+RECURRENT = "recurrent_kernels"
 """Of the bytes alive: weights in the compute dtype, what a kernel takes within itself, and what backward takes beyond
 those and all that is saved."""
 PACKING_LAUNCHES = 2  # operators to pack one owned update: a slice taken, a copy into it

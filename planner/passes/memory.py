@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
+from planner.passes import constants
 from planner.passes.cost import (
     ADAMW_BYTES,
     BACKWARD,
     GRADIENT_BYTES,
     KERNELS,
     MASTER_BYTES,
+    RECURRENT,
     STATE,
     TABLES_BYTES,
     WEIGHTS,
@@ -25,6 +29,7 @@ _ALIVE = {
     WEIGHTS: "weights in the compute dtype, made in forward and kept for backward",
     KERNELS: "temporaries of an opaque kernel at the peak",
     BACKWARD: "what backward takes at its peak beyond all that is saved",
+    RECURRENT: "what recurrent layers' fused kernels keep for backward",
     "beside_a_table": "the most bytes alive beside a table's gradient",
     "table_gradient": f"{GRADIENT_BYTES} B an element: a table's gradient before it is added",
 }
@@ -77,7 +82,7 @@ def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: boo
         if name == "muon_momentum":
             _momentum(ledger, account, place, rank, mechanisms, found[name])
         elif name == "activations":
-            _activations(ledger, memory, rank.alive(*shape, mechanisms), sources[name])
+            _activations(ledger, memory, rank.alive(*shape, mechanisms), sources[name], rank.kind)
         elif name != "pinned" or found[name]:
             why = _replaced(account, mechanisms, name) or (_SHARDED if sharded else {}).get(name) or _WHY[name]
             measurable = name not in ("rounding", "staging", "gathered", "buckets", "update")
@@ -101,16 +106,26 @@ def put_memory(ledger: Ledger, account: Mapping[str, Json], place: int, cpu: boo
         ledger.compute(f"{memory}/host", "B", lambda peak, process: round(peak + process), inputs, why, measurable=True)
 
 
-def _activations(ledger: Ledger, memory: str, alive: Mapping[str, int], inputs: list[str]) -> None:
+def _activations(ledger: Ledger, memory: str, alive: Mapping[str, int], inputs: list[str], kind: str) -> None:
     """What is alive at the peak of forward and backward, each part a reading, and their sum. Where whole parameters
     come and go among them, no instrument tells the parts apart."""
     apart = not is_sharded(ledger.draft)
     for name, nbytes in alive.items():
         why = _ALIVE.get(name, "kept for backward by this part of the model, counted without memory")
-        seen = apart and name not in _ALIVE
-        ledger.compute(f"{memory}/alive/{name}", "B", lambda *_, n=nbytes: n, inputs, why, measurable=seen)
+        seen, place = apart and (name == RECURRENT or name not in _ALIVE), f"{memory}/alive/{name}"
+        if name == RECURRENT:
+            share = f"{memory}/recurrent_share"
+            ledger.put(share, constants.RECURRENT_SHARE[kind].reading())
+            kept = partial(_share_of, nbytes)
+            ledger.compute(place, "B", kept, [share, *inputs], why, measurable=seen)
+        else:
+            ledger.compute(place, "B", lambda *_, n=nbytes: n, inputs, why, measurable=seen)
     parts = [f"{memory}/alive/{name}" for name in alive]
     ledger.compute(f"{memory}/activations", "B", lambda *values: sum(values), parts, _WHY["activations"])
+
+
+def _share_of(nbytes: int, share: float, *_: Any) -> int:
+    return round(nbytes * share)
 
 
 _ALWAYS = ("masters", "gradients", "muon_momentum", "adamw_state")
