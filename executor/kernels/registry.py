@@ -4,7 +4,7 @@ A kernel ("kda") has choices ("chunk_torch", "recurrent_torch"). A choice is cal
 call raises its count by one. Nothing here falls back: an unknown choice is an error.
 
 An opaque operator (Triton, FLA) is a ``torch.library`` operator of the namespace "dormouse"; what it costs is entered
-beside it, since no count of what it launches inside can see into it.
+beside it, since no count of what it launches inside can see into it. So are torch's own of which that holds.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ def _nothing(*_: Any, out: Any) -> int:
 
 
 def cost(operator: str, flops: Callable[..., int], launches: int, temporary: Callable[..., int] = _nothing) -> None:
-    """Enter what ``operator`` ("dormouse::name") costs; both functions are called as ``f(*args, out=result)``."""
+    """Enter what ``operator`` ("dormouse::name", "aten::name") costs; both functions are called as ``f(*args, out=result)``."""
     costs[operator] = Cost(flops, launches, temporary)
