@@ -17,6 +17,7 @@ from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from processes import free_port
 
@@ -151,12 +152,16 @@ def _gate(arguments: list[str], fault: str | None) -> dict[str, Any]:
 
 
 def _command(rank: int, words: list[list[str]]) -> dict[str, Any]:
-    """The code and the words of this rank's part in the executor's command."""
+    """The code and the words of this rank's part in the executor's command, on a torch without NCCL: which a CPU's is,
+    and a card's is not."""
+    from torch import distributed
+
     from executor import __main__ as runner
 
     said, before = io.StringIO(), {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with redirect_stdout(said), redirect_stderr(said):
+        without = mock.patch.object(distributed, "is_nccl_available", lambda: False)
+        with redirect_stdout(said), redirect_stderr(said), without:
             return {"code": runner.main(words[rank]), "words": said.getvalue()}
     finally:
         for number, handler in before.items():
