@@ -25,7 +25,7 @@ from torch import nn
 
 from executor.count import bilinear
 from executor.count_updates import adamw_counts, apply_counts, newton_schulz_counts, tables_counts
-from executor.counting import KINDS, Counting, Points, called_kernels, planned_kernels, points
+from executor.counting import KINDS, LENGTHS, Counting, Points, called_kernels, planned_kernels, points
 from executor.guest import guarded
 from executor.mechanisms.table import ORDERED
 from executor.no_compiler import NoCompiler
@@ -57,7 +57,7 @@ def account(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
-    model, settings, opt, kinds = asked
+    model, settings, opt, kinds, lengths = asked
     label = f"--model {model}"
     config = configure(workload, settings)
     chosen = values(config)
@@ -69,8 +69,12 @@ def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
         raise BadWorkload(f"{label}: its parameter {empty[0]} has no elements; leave it out")
     routed = split(whole, opt)
     _refuse_idle(workload, config)
-    mechanisms = _mechanisms(whole, routed, opt, points(workload))
-    called = called_kernels(workload, chosen, label)
+    # A module of one's own is counted at the lengths that are planned: it may take no others, and what it does need not
+    # be a line of the length. Ours are, of whole chunks of their kernels.
+    own = isinstance(workload, Module)
+    at = points(workload, lengths) if own else points(workload)
+    mechanisms = _mechanisms(whole, routed, opt, at)
+    called = called_kernels(workload, chosen, label, at)
     for kernel in workload.kernels.keys() - called.keys():
         if config.pop(kernel, {"asked": None})["asked"] not in (None, "auto"):
             raise BadWorkload(f"{kernel}={chosen[kernel]}: this configuration calls no kernel of that name")
@@ -82,13 +86,14 @@ def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
             "set": dict(settings),
             "opt": opt,
             "kinds": list(kinds),
+            **({"lengths": list(lengths)} if own else {}),
             "torch": torch.__version__,
             "source": source_digest(workload),
         },
         "digest": workload_digest(routed, workload.kernels),
         "defaults": dict(workload.sizes),
         "config": config,
-        "granule": GRANULE,
+        "granule": 1 if own else GRANULE,
         "parameters": {route: sum(p.numel() for _, p in named) for route, named in routed._asdict().items()},
         "frozen": sum(p.numel() for p in whole.parameters() if not p.requires_grad),
         "buffers": sum(buffer.nbytes for buffer in whole.buffers()),
@@ -103,7 +108,7 @@ def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
         "apply": apply_counts(routed, chosen),
         "adamw": adamw_counts(routed, chosen),
         "tables": tables_counts(routed, chosen),
-        "compute": Counting(workload, chosen, called, mechanisms, label).all(kinds),
+        "compute": Counting(workload, chosen, called, mechanisms, label, at).all(kinds),
         "kernels": {kernel: [dict(row) for row in rows] for kernel, rows in called.items()},
         "kernel_shapes": _kernel_shapes(workload, chosen),
         "mechanisms": mechanisms,
@@ -118,12 +123,13 @@ def _refuse_idle(workload: Workload, config: Mapping[str, ConfigRow]) -> None:
 
 
 class Asked(NamedTuple):
-    """What is to be counted, and for which kinds of device."""
+    """What is to be counted, for which kinds of device, and at which two lengths (of a module of one's own)."""
 
     model: str
     settings: Mapping[str, str]
     opt: str
     kinds: tuple[str, ...]
+    lengths: tuple[int, int]
 
 
 def _checked(request: Mapping[str, Any]) -> Asked:
@@ -137,7 +143,10 @@ def _checked(request: Mapping[str, Any]) -> Asked:
     kinds = tuple(kind for kind in KINDS if kind in request.get("kinds", KINDS))
     if not kinds:
         raise BadWorkload(f"the request's kinds must be of {', '.join(KINDS)}")
-    return Asked(model, settings, opt, kinds)
+    short, long = request.get("lengths", LENGTHS)
+    if not (isinstance(short, int) and isinstance(long, int) and 0 < short < long):
+        raise BadWorkload("the request's lengths must be two, the shorter first")
+    return Asked(model, settings, opt, kinds, (short, long))
 
 
 def _kernel_shapes(workload: Workload, chosen: Mapping[str, Value]) -> dict[str, dict[str, int]]:

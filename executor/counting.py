@@ -33,11 +33,11 @@ Points = tuple[tuple[int, int], ...]
 Kernels = Mapping[str, Sequence[KernelRow]]
 
 
-def points(workload: Workload) -> Points:
+def points(workload: Workload, lengths: tuple[int, int] = LENGTHS) -> Points:
     """Two batches times two lengths (batch, length). The tokens are about those of the workload's own sizes: at fewer,
     a large model's peak lies where the weights' temporaries are."""
-    batch = max(LEAST_BATCH, -(-workload.sizes["batch"] * workload.sizes["seq"] // LENGTHS[0]))
-    return tuple((b, length) for b in (batch // 2, batch) for length in LENGTHS)
+    batch = max(LEAST_BATCH, -(-workload.sizes["batch"] * workload.sizes["seq"] // lengths[0]))
+    return tuple((b, length) for b in (batch // 2, batch) for length in lengths)
 
 
 def planned_kernels(workload: Workload, chosen: Mapping[str, Value]) -> dict[str, str]:
@@ -50,12 +50,14 @@ def planned_kernels(workload: Workload, chosen: Mapping[str, Value]) -> dict[str
     return named
 
 
-def called_kernels(workload: Workload, chosen: Mapping[str, Value], label: str) -> dict[str, Sequence[KernelRow]]:
+def called_kernels(
+    workload: Workload, chosen: Mapping[str, Value], label: str, at: Points
+) -> dict[str, Sequence[KernelRow]]:
     """The rows of the kernels that a forward calls under this configuration: others have no choice to be made."""
     with phantoms():
         model = build(workload, _shallow(workload, chosen, 1), planned_kernels(workload, chosen), label)
         registry.calls.clear()
-        measure(model, *points(workload)[0], "fp32")
+        measure(model, *at[0], "fp32")
     ran = {kernel for kernel, _ in registry.calls}
     return {kernel: rows for kernel, rows in workload.kernels.items() if kernel in ran}
 
@@ -119,9 +121,10 @@ class Counting:
         called: Kernels,
         mechanisms: Mapping[str, MechanismRow],
         label: str,
+        at: Points,
     ) -> None:
         self.workload, self.chosen, self.called = workload, chosen, called
-        self.mechanisms, self.label = mechanisms, label
+        self.mechanisms, self.label, self.at = mechanisms, label, at
         self._terms: dict[tuple[str, Case], dict[str, str] | None] = {}  # what `_terms_of` the plain variant are
 
     def all(self, kinds: Sequence[str]) -> Compute:
@@ -165,15 +168,13 @@ class Counting:
             for case in cases:
                 counted[case][layers] = self._at_points(model, case, self._terms.get((name, case)), hooked)
         if not engaged:
-            self._terms |= {
-                (name, case): _terms_of(by_depth, points(self.workload)) for case, by_depth in counted.items()
-            }
-        return {case: _forms(self.workload, self.chosen, by_depth) for case, by_depth in counted.items()}
+            self._terms |= {(name, case): _terms_of(by_depth, self.at) for case, by_depth in counted.items()}
+        return {case: _forms(self.workload, self.chosen, by_depth, self.at) for case, by_depth in counted.items()}
 
     def _at_points(self, model: nn.Module, case: Case, terms: Mapping[str, str] | None, hooked: int) -> AtPoints:
         """What is measured at each point. With ``terms``, three of them tell the fourth."""
         kind, dtype = case
-        at = points(self.workload)
+        at = self.at
         with phantoms(kind):
             found = {
                 point: measure(model, *point, dtype, hooked) for point in (at if terms is None else (*at[:2], at[3]))
@@ -216,7 +217,9 @@ def _shallow(workload: Workload, chosen: Mapping[str, Value], layers: int) -> di
     return {**chosen, workload.depth: layers, **{name: min(int(chosen[name]), layers - 1) for name in indices}}
 
 
-def _forms(workload: Workload, chosen: Mapping[str, Value], by_depth: Mapping[int, AtPoints]) -> Forms:
+def _forms(
+    workload: Workload, chosen: Mapping[str, Value], by_depth: Mapping[int, AtPoints], counted_at: Points
+) -> Forms:
     """Bilinear forms at the configured depth from the counts at two depths (or at that very one)."""
     depth = int(chosen[workload.depth]) if workload.depth else 1
     (first, at_first), (last, at_last) = min(by_depth.items()), max(by_depth.items())
@@ -231,7 +234,7 @@ def _forms(workload: Workload, chosen: Mapping[str, Value], by_depth: Mapping[in
             found["saved"][name.removeprefix(SAVED)] = bilinear(at)
         elif name in COUNTS or any(at.values()):
             found[name] = bilinear(at)
-    ends = points(workload)[1::2]
+    ends = counted_at[1::2]
     tokens = [b * t for b, t in ends]
     shallow, deep = ([at[point] for point in ends] for at in (at_first, at_last))
     grown = (depth - last) * (deep[1].cast - shallow[1].cast)

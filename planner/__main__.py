@@ -91,7 +91,8 @@ def _plan(asked: Namespace) -> int:
     )
     kinds = {device["kind"] for device in record["devices"].values()}
     model = asked.model or _default_model(record)
-    account = accounts.account(model, settings, asked.opt or "muon", kinds=sorted(kinds), say=_note)
+    lengths = request.lengths(wanted)
+    account = accounts.account(model, settings, asked.opt or "muon", kinds=sorted(kinds), lengths=lengths, say=_note)
     try:
         plan = compile_plan(wanted, record, account)
     except Refused as refusal:

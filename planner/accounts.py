@@ -40,6 +40,7 @@ def account(
     opt: str,
     *,
     kinds: Sequence[str] = ("cpu", "cuda"),
+    lengths: Sequence[int] = (),
     say: Callable[[str], None],
     folder: Path | None = None,
     make: Callable[[bytes], bytes] | None = None,
@@ -48,6 +49,7 @@ def account(
 
     Args:
         kinds: of the devices that it is for: counts differ, and what is not asked for need not be counted.
+        lengths: of the sequences that are planned: at these a module of one's own is counted (none: at its default).
         say: told, in one line, of a cached file that was not faithful or could not be written.
         folder: the cache (default: the user's).
         make: what turns a request's bytes into an account's (default: the subprocess).
@@ -55,7 +57,9 @@ def account(
     Raises:
         Usage: the workload, a key or a value is not known, or the account could not be made.
     """
-    made_from = {"model": model, "set": dict(settings), "opt": opt, "kinds": sorted(kinds)}
+    made_from: dict[str, Json] = {"model": model, "set": dict(settings), "opt": opt, "kinds": sorted(kinds)}
+    if lengths and not _is_own(model):
+        made_from["lengths"] = counted_at(lengths)
     path = _cached_at(made_from, folder)
     if path is not None and path.exists():
         try:
@@ -70,6 +74,12 @@ def account(
     if path is not None:
         _keep(path, found, say)
     return found
+
+
+def counted_at(lengths: Sequence[int]) -> list[int]:
+    """Two lengths: the shortest and the longest, or the only one and half of it."""
+    least, most = min(lengths), max(lengths)
+    return [least, most] if least < most else [max(1, most // 2), max(2, most)]
 
 
 def _keep(path: Path, found: Json, say: Callable[[str], None]) -> None:

@@ -221,6 +221,12 @@ def compose(
     }
 
 
+def lengths(wanted: Mapping[str, Json]) -> list[int]:
+    """Of the sequences that a request asks for; none where it leaves them to the workload."""
+    rows = wanted["capacity"] if isinstance(wanted["capacity"], list) else [(0, None)]
+    return [length or wanted["seq"] for _, length in rows if length or wanted["seq"]]
+
+
 def _parts(text: str, what: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):

@@ -12,8 +12,10 @@ from typing import Any
 
 from executor.account import account
 from handmade import request
+from planner.accounts import counted_at
 from planner.machine import probe
 from planner.passes.compile import compile_plan
+from planner.request import lengths
 from schemas.document import is_reading, resolve
 from schemas.seal import seal
 
@@ -44,15 +46,19 @@ def plan(path: Path, ranks: int = 1, settings: dict[str, Any] | None = None, **a
     source = {"name": path.name, "weight": 1, "length": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     sizes = {"seq": 32, "batch": 3, "steps": 6, "seed": 1, "devices": f"cpu:{ranks}", **asked}
     wanted = request(set=chosen, data=[source], **sizes)
-    work = _account(sizes.get("model") or "tiny", json.dumps(chosen, sort_keys=True), sizes.get("opt") or "muon")
+    settled = json.dumps(chosen, sort_keys=True)
+    work = _account(sizes.get("model") or "tiny", settled, sizes.get("opt") or "muon", tuple(lengths(wanted)))
     made = compile_plan(wanted, seal(probe.fleet(sizes["devices"])), work)
     threaded = [place for place, entry in enumerate(made["ranks"]) if "threads" in entry]
     return with_values(made, {f"/ranks/{place}/threads": 1 for place in threaded})
 
 
 @cache
-def _account(model: str, settings: str, opt: str) -> dict[str, Any]:
-    return seal(json.loads(json.dumps(account({"model": model, "set": json.loads(settings), "opt": opt}))))
+def _account(model: str, settings: str, opt: str, planned: tuple[int, ...]) -> dict[str, Any]:
+    asked = {"model": model, "set": json.loads(settings), "opt": opt}
+    if ":" in model and planned:
+        asked["lengths"] = counted_at(planned)
+    return seal(json.loads(json.dumps(account(asked))))
 
 
 def with_values(made: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

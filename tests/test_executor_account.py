@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -317,6 +318,46 @@ def test_every_variant_of_a_whole_model_is_counted_as_at_its_full_depth(engaged:
         for count, value in real.items():
             assert found.get(count, 0) == pytest.approx(value, rel=0.002), (size, count)
     assert (real["host"] > 0) == ("moe_offload" in engaged)
+
+
+ATTENDING = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, block: int = 96):
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(256, 32), nn.Embedding(block, 32)
+        self.mix, self.head = nn.Linear(32, 96), nn.Linear(32, 256)
+        self.register_buffer("mask", torch.tril(torch.ones(block, block)))
+
+    def forward(self, inputs, targets):
+        length = inputs.shape[1]
+        x = self.embedding(inputs) + self.places(torch.arange(length, device=inputs.device))
+        q, k, v = self.mix(x).chunk(3, -1)
+        seen = (q @ k.transpose(1, 2)).masked_fill(self.mask[:length, :length] == 0, float("-inf"))
+        logits = self.head(seen.softmax(-1) @ v)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.mark.parametrize("length", [33, 96])
+def test_a_module_of_ones_own_is_counted_at_the_length_that_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Attention keeps a matrix of length x length, and takes nothing longer than its places: no form from other lengths
+    would hold."""
+    (tmp_path / "attending.py").write_text(ATTENDING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = {"model": "attending:Model", "opt": "adamw", "lengths": [length // 2, length], "kinds": ["cpu"]}
+    made = account(asked)
+    assert made["granule"] == 1
+    (forms,) = made["compute"]["cpu"].values()
+    real = counted(importlib.import_module("attending").Model(), 5, length, "fp32")
+    found = predicted(forms["fp32"]["plain"], 5, length)
+    assert real["saved"] > 4 * 5 * length * length
+    for count, value in real.items():
+        assert found.get(count, 0) == pytest.approx(value, rel=0.01), count
 
 
 class Chain(nn.Module):

@@ -67,5 +67,5 @@ def _nothing(*_: Any, out: Any) -> int:
 
 
 def cost(operator: str, flops: Callable[..., int], launches: int, temporary: Callable[..., int] = _nothing) -> None:
-    """Enter what ``operator`` ("dormouse::name", "aten::name") costs; both functions are called as ``f(*args, out=result)``."""
+    """Enter what ``operator`` ("dormouse::name") costs; both functions are called as ``f(*args, out=result)``."""
     costs[operator] = Cost(flops, launches, temporary)
