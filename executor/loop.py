@@ -7,7 +7,8 @@ it does not its updates change nothing. So the host runs ahead of a card, and a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -300,15 +301,29 @@ def _evaluate(parts: Training, work: WorkSlice, data: DataSlice, step: int, prog
     parts.fleet.wait()
 
 
-@torch.no_grad()
+@contextmanager
+def looking_on(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """While entered, ``model`` is in its mode of evaluation. Afterwards each module is in the mode that it was in, and
+    random numbers go on as if nobody had looked: training is the same however often it is evaluated."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def bits_per_byte(parts: Training, windows: int, batch: int, seq: int) -> float:
     """Mean cross-entropy over the held-out windows, in bits a byte."""
     inputs, targets = parts.reader.held_out(windows, seq)
     total = 0.0
-    for start in range(0, windows, batch):
-        rows = slice(start, start + batch)
-        part, wanted = inputs[rows].to(parts.device), targets[rows].to(parts.device)
-        with compute_in(parts.dtype, parts.device.type):
-            total += float(parts.model(part, wanted)) * len(part)
-        parts.pulse.beat()
+    with looking_on(parts.model, parts.device):
+        for start in range(0, windows, batch):
+            rows = slice(start, start + batch)
+            part, wanted = inputs[rows].to(parts.device), targets[rows].to(parts.device)
+            with compute_in(parts.dtype, parts.device.type):
+                total += float(parts.model(part, wanted)) * len(part)
+            parts.pulse.beat()
     return total / windows / math.log(2)
