@@ -196,6 +196,10 @@ def _another_checkpoint(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, h
     assert runner.main(["other.json", "--data", plans.CORPUS, "--run-dir", str(folder)]) == 0
 
 
+def _finished(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, held: ExitStack) -> None:
+    assert runner.main(["plan.json", "--data", plans.CORPUS]) == 0
+
+
 def _poisoned(made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, held: ExitStack) -> None:
     original = build.model
 
@@ -224,6 +228,7 @@ FAULTS: dict[str, Callable[[dict[str, Any], pytest.MonkeyPatch, ExitStack], None
     "none": lambda *_: None,
     "another run": _another_run,
     "another plan's checkpoint": _another_checkpoint,
+    "a run to its end": _finished,
     "a NaN among the weights": _poisoned,
     "another allocator": _another_allocator,
     "another kernel": _another_kernel,

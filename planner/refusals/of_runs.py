@@ -259,6 +259,18 @@ def nothing_to_resume(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         )
 
 
+def resume_finished(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    resume, last = _resume(facts), plan["runs"][-1] if plan.get("runs") else None
+    if resume is not None and resume["chosen"] is not None and last is not None and last["outcome"] == "finished":
+        yield Refusal(
+            "resume-finished",
+            f"--resume from {resume['chosen']['name']} in {resume['at']}",
+            f"the plan's newest run finished after {last['steps']} steps ({last['id']})",
+            "its last steps would be run again, and what it left be written over",
+            "nothing is left to do; to train anew leave --resume out, to train on make a plan of more --steps",
+        )
+
+
 def resume_other_plan(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     resume = _resume(facts)
     chosen = None if resume is None else resume["chosen"]

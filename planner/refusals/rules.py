@@ -108,6 +108,7 @@ RULES: tuple[Rule, ...] = (
     Rule("record-unwritable", "start", "a plan that the run could not be recorded in", refusals_run.record_unwritable),
     Rule("already-running", "start", "a second run at once of a plan, or in a folder", refusals_run.already_running),
     Rule("nothing-to-resume", "start", "--resume where no checkpoint is whole", refusals_run.nothing_to_resume),
+    Rule("resume-finished", "start", "--resume where the newest run finished", refusals_run.resume_finished),
     Rule("resume-other-plan", "start", "--resume from another plan's checkpoint", refusals_run.resume_other_plan),
     Rule(
         "checkpoints-no-room",
