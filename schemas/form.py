@@ -62,11 +62,13 @@ def six(number: float) -> float:
 
 
 def rounded(value: Json) -> Json:
-    """``value`` with every float in it as a document keeps it."""
+    """``value`` with every float in it as a document keeps it, and as a float every integer that JSON would not keep."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
         return [rounded(item) for item in value]
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        value = float(value)
     return six(value) if isinstance(value, float) else value
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.form import Unfaithful, parse, refuse_other_form, render, six
+from schemas.form import LARGEST_INTEGER, Unfaithful, parse, refuse_other_form, render, rounded, six
 
 CASES = json.loads((Path(__file__).parent / "cases" / "bad_json.json").read_text(encoding="utf-8"))
 FILLS = {"{5000 zeros}": "0" * 5000, "{5000000 brackets}": "[" * 5_000_000, "{40 brackets}": "[" * 40 + "]" * 40}
@@ -79,3 +79,9 @@ def test_a_reading_a_decision_and_a_measured_quantity_stand_on_one_line_each() -
 
 def test_a_float_keeps_six_significant_digits() -> None:
     assert render([0.1 + 0.2, 8622000123.4, -0.0, 1e-7]) == b"[\n  0.3,\n  8622000000,\n  0,\n  1e-07\n]\n"
+
+
+def test_an_integer_that_json_would_not_keep_is_kept_as_a_float_of_six_digits() -> None:
+    kept = rounded({"bytes": [10**21 - 536_870_912, -(2**53)], "flag": True, "count": LARGEST_INTEGER})
+    assert kept == {"bytes": [1e21, -9.0072e15], "flag": True, "count": LARGEST_INTEGER}
+    assert all(isinstance(item, float) for item in kept["bytes"]) and kept["flag"] is True
