@@ -14,6 +14,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,8 +53,21 @@ def account(request: Mapping[str, Any]) -> dict[str, Any]:
     """The body of the account, unsealed. Raises BadWorkload for a fault of the user."""
     asked = _checked(request)
     workload = resolve(asked.model)
-    with guarded(f"--model {asked.model}", is_ours(workload)):
-        return _body(workload, asked)
+    try:
+        with guarded(f"--model {asked.model}", is_ours(workload)):
+            return _body(workload, asked)
+    except BadWorkload as error:
+        if not _OF_NO_VALUES.search(str(error)):
+            raise
+        raise BadWorkload(
+            f"{error}; planning runs the module on tensors that have shapes and no values, so neither __init__ nor "
+            "forward may read one: by item(), if, nonzero, a mask that torch looks into (is_causal=True tells it), "
+            "lengths of packed sequences, sparse gradients"
+        ) from None
+
+
+# What torch says where a value was read that is not there.
+_OF_NO_VALUES = re.compile(r"meta tensors?\b|\bmeta Long\b|meta_nonzero|SparseTensorImpl|data pointer of Tensor")
 
 
 def _body(workload: Workload, asked: Asked) -> dict[str, Any]:

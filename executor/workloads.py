@@ -16,7 +16,9 @@ from importlib.metadata import EntryPoint, entry_points
 from math import frexp, isfinite
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from executor.guest import guarded, load
 from planner.door import BadWorkload, ConfigRow, KernelRow, Key, Kind, Sizes, Value, Workload
@@ -114,7 +116,21 @@ def build(workload: Workload, config: Mapping[str, Value], kernels: Mapping[str,
             raise BadWorkload(f"{label}: gives a {type(built).__name__}; it must give a torch.nn.Module")
         if not any(parameter.requires_grad for parameter in built.parameters()):
             raise BadWorkload(f"{label}: has no parameter to train")
+        _require_masters(built, label)
         return built
+
+
+def _require_masters(built: nn.Module, label: str) -> None:
+    """Raise BadWorkload where a parameter has no shape yet, or is of another floating dtype: masters are fp32."""
+    for name, parameter in built.named_parameters():
+        if is_lazy(parameter):
+            raise BadWorkload(f"{label}: its parameter {name} has no shape before a first forward; give it its sizes")
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise BadWorkload(
+                f"{label}: its parameter {name} is {dtype}; parameters are fp32 masters, and --dtype says in what they "
+                "compute: leave .half(), .bfloat16() or .double() out of the module"
+            )
 
 
 LATER = frozenset({"keep_model", "checkpoint_every", "keep_checkpoints", "allocator"})
