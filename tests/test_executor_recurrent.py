@@ -64,6 +64,7 @@ class Kept(TorchDispatchMode):
         (torch.float32, 100, 3, 256, 64, 0.02),
         (torch.float32, 64, 4, 64, 256, 0.02),
         (torch.float32, 33, 5, 100, 100, 0.03),
+        (torch.float32, 64, 4, 8, 8, 0.08),
         (torch.float32, 128, 8, 512, 128, 0.02),
         (torch.bfloat16, 64, 4, 128, 128, 0.1),
         (torch.bfloat16, 64, 4, 512, 64, 0.1),
@@ -121,8 +122,8 @@ from torch import nn
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.layer = nn.Embedding(256, 64), nn.LSTM(64, 64, batch_first=True)
-        self.head = nn.Linear(64, 256)
+        self.embedding, self.layer = nn.Embedding(256, 64), nn.LSTM(64, 256, batch_first=True)
+        self.head = nn.Linear(256, 256)
 
     def forward(self, inputs, targets):
         found, _ = self.layer(self.embedding(inputs))
@@ -146,7 +147,7 @@ def test_a_plan_tells_what_kernels_keep_apart_as_assumed_and_a_run_finds_it_with
     found = measured[f"/ranks/0/memory/alive/{PLACE} @0"]["value"]
     assert kept["low"] <= found <= kept["high"]
     peak = measured["/ranks/0/memory/backward_peak @0"]
-    assert peak["low"] <= peak["value"] <= peak["high"]
+    assert peak["predicted"] == pytest.approx(peak["value"], rel=0.04)  # what backward takes within itself included
 
 
 def test_a_tensor_transposed_in_place_has_its_new_form() -> None:
