@@ -62,7 +62,7 @@ def six(number: float) -> float:
 
 
 def rounded(value: Json) -> Json:
-    """``value`` with every float in it as a document keeps it, and as a float every integer that JSON would not keep."""
+    """``value`` with every float in it as a document keeps it, and as one every integer that JSON would not keep."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
