@@ -104,6 +104,25 @@ def _summary(plan: Any) -> str:
     return stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("key", "late", "told"),
+    [
+        ("warmup", 9, "the learning rate never comes to its whole: warmup=9 of 8 steps"),
+        ("checkpoint_every", 8, "no checkpoint is kept before the end: checkpoint_every=8 of 8 steps"),
+        ("eval_every", 100, "nothing is evaluated before the end: eval_every=100 of 8 steps"),
+        ("warmup_steps_unmeasured", 8, "no step is measured: warmup_steps_unmeasured=8 of 8 steps"),
+    ],
+)
+def test_what_is_asked_for_after_more_steps_than_there_are_is_told_to_come_to_nothing(
+    key: str, late: int, told: str
+) -> None:
+    plan = worlds.compiled(steps=8)
+    assert f"{key}=" not in _summary(plan)  # nobody asked
+    for value in (late, 7):
+        plan["workload"]["config"][key] |= {"asked": value, "chosen": value}
+        assert (told in _summary(plan)) == (value == late)
+
+
 def test_a_step_of_unknown_time_is_one_phrase_with_what_could_not_be_read_and_the_way_out() -> None:
     body = handmade.body()
     rate, inputs = "/fleet/devices/cpu-0/rate_fp32", {"total": "/ranks/0/step/compute"}

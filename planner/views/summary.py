@@ -14,7 +14,18 @@ from schemas.document import is_decision, is_reading, resolve, walk
 Plan = Mapping[str, Any]
 _WAY_OUT = "to know it, plan with --benchmark where the devices are, or with --calibrate after a run"
 # Not parts of the device's peak.
-_OUTSIDE = ("alive", "backward_peak", "optimizer_peak", "peak", "reserved", "limit", "host", "hosted", "pinned")
+_OUTSIDE = (
+    "alive",
+    "recurrent_share",
+    "backward_peak",
+    "optimizer_peak",
+    "peak",
+    "reserved",
+    "limit",
+    "host",
+    "hosted",
+    "pinned",
+)
 
 
 def summarise(plan: Plan, page: Page) -> None:
@@ -34,6 +45,8 @@ def summarise(plan: Plan, page: Page) -> None:
         page.line(f"  {line}")
     for line in fit_lines(plan):
         page.line(f"  {line}")
+    for line in _beyond(plan):
+        page.line(f"  {line}", "yellow")
     for pointer, item in walk(plan):
         if is_decision(item) and item["outcome"] == "fallback":
             said = f"asked {choice(item['asked'])}, " if item["asked"] is not None else ""
@@ -54,6 +67,23 @@ def _step(plan: Plan) -> list[str]:
     lines = [f"step: {told(step['seconds'])}, {told(step['tokens_per_second'])}; {told(step['regime'])}"]
     verdict = step["verdict"]
     return [*lines, told(verdict) if verdict["value"] is not None else f"gain not known: {clean(verdict['why'])}"]
+
+
+_NEVER = {
+    "warmup": "the learning rate never comes to its whole",
+    "checkpoint_every": "no checkpoint is kept before the end",
+    "eval_every": "nothing is evaluated before the end",
+    "warmup_steps_unmeasured": "no step is measured",
+}
+"""By key, what follows where it is as long as the run or longer."""
+
+
+def _beyond(plan: Plan) -> list[str]:
+    """What was asked for after more steps than there are: it is honoured, and comes to nothing."""
+    steps, config = plan["workload"]["steps"]["chosen"], plan["workload"]["config"]
+    asked = {key: config[key]["chosen"] for key in _NEVER if key in config and config[key]["asked"] is not None}
+    never = [key for key, value in asked.items() if value >= steps + (key == "warmup")]  # whose last step is whole
+    return [f"{_NEVER[key]}: {key}={asked[key]} of {plural(steps, 'step')}" for key in never]
 
 
 def _unread(plan: Plan, pointer: str) -> list[str]:
