@@ -116,6 +116,7 @@ def _body(workload: Workload, asked: Asked) -> dict[str, Any]:
             route: sum(block_rest(p.numel() * p.element_size()) for _, p in named)
             for route, named in routed._asdict().items()
         },
+        **({"scalars": scalars} if (scalars := [n for n, p in whole.named_parameters() if not p.ndim]) else {}),
         "units": [_unit(name, parameters, routed) for name, parameters in parameters_of(whole)],
         "matrices": list(_matrices(routed)),
         "shapes": newton_schulz_counts(routed, chosen),

@@ -73,6 +73,7 @@ def planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[
         for key, asked in row.get("config", {}).items():
             work["config"][key] = {"asked": asked, "chosen": asked, "why": "asked for"}
         work["mechanisms"] |= row.get("mechanisms", {})
+        work |= row.get("counted", {})
 
         def counted(model: str, wanted: bytes) -> bytes:
             work["made_from"] |= {"opt": json.loads(wanted)["opt"]}

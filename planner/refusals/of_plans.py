@@ -106,6 +106,18 @@ def fsdp_muon(plan: Facts, facts: Facts) -> Iterator[Refusal]:
         )
 
 
+def fsdp_scalar(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    scalars = facts["account"].get("scalars", ())
+    if facts["request"]["shard"] == "fsdp" and scalars:
+        yield Refusal(
+            "fsdp-scalar",
+            "--shard fsdp",
+            f"{', '.join(scalars[:4])}{' and more' * (len(scalars) > 4)}: no dimension to share by",
+            "FSDP2 deals each parameter's rows to the ranks, and takes none that has no rows",
+            "give it one: torch.zeros(1) in place of torch.zeros(()); or --shard none",
+        )
+
+
 def fsdp_alone(plan: Facts, facts: Facts) -> Iterator[Refusal]:
     if facts["request"]["shard"] == "fsdp" and _world(facts) == 1:
         yield Refusal(
@@ -353,7 +365,7 @@ def does_not_fit(plan: Facts, facts: Facts) -> Iterator[Refusal]:
 def _planned(facts: Facts, changes: Mapping[str, Json]) -> bool:
     """Whether the request with ``changes`` makes a plan that fits and that no rule here refuses."""
     changed = {**facts, "request": {**facts["request"], **changes}}
-    asked = (capacity_batch, capacity_seq, fsdp_muon, fsdp_alone, reduce_alone, fit_unknown_memory)
+    asked = (capacity_batch, capacity_seq, fsdp_muon, fsdp_scalar, fsdp_alone, reduce_alone, fit_unknown_memory)
     if any(True for rule in asked for _ in rule({}, changed)):
         return False
     draft = draft_of(changed["request"], facts["record"], facts["account"], PASSES[: PASSES.index(fit) + 1])

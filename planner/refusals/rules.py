@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     Rule("capacity-batch", "request", "--capacity contradicts an explicit --batch", refusals_plan.capacity_batch),
     Rule("capacity-seq", "request", "--capacity contradicts an explicit --seq", refusals_plan.capacity_seq),
     Rule("fsdp-muon", "request", "FSDP2 under Muon: Newton-Schulz needs whole matrices", refusals_plan.fsdp_muon),
+    Rule("fsdp-scalar", "request", "FSDP2 of a parameter without dimensions", refusals_plan.fsdp_scalar),
     Rule("fsdp-alone", "request", "FSDP2 for one rank, which has no one to share with", refusals_plan.fsdp_alone),
     Rule("reduce-alone", "request", "a reduce dtype for one rank, which reduces nothing", refusals_plan.reduce_alone),
     Rule("fit-unknown-memory", "request", "--fit auto where free memory is unknown", refusals_plan.fit_unknown_memory),
