@@ -7,7 +7,8 @@ final buckets be built. No state advances: windows are a function of the step, g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +18,7 @@ from executor import peaks
 from executor.count import Tally
 from executor.guest import told
 from executor.kernels import registry
+from executor.models.moe import balanced
 from executor.parts import is_part, own
 from executor.places import followed
 from executor.precision import Products, compute_in
@@ -36,6 +38,7 @@ def launch(
     Returns:
         ``error``: what it raised, else None; ``nonfinite``: of the loss and the gradients, those that are not finite;
         ``unused``: the trainable parameters that no gradient reached;
+        ``moved``: the buffers that it changed, and the SHA-256 of what they were then; a mixture's counts are summed;
         ``dtype``: of the products with parameters, by the largest share of their FLOPs (None where there are none);
         ``kernels``: of each kernel, the choice that ran (several: separated by commas);
         ``allocator``: how the device's memory grows, "expandable" or "segments" (None on a CPU);
@@ -44,9 +47,10 @@ def launch(
     registry.calls.clear()
     products, nonfinite, unused = Products(), list[str](), list[str]()
     try:
-        with _kept_buffers(model), products:
+        with _kept_buffers(model) as before, products:
             loss, kept = _forward(model, inputs, targets, dtype)
             torch.autograd.backward(loss)
+            moved = _moved(model, before)
         if arrive is not None:
             arrive()
         nonfinite, unused = _not_finite(model, loss.detach()), _without_gradient(model)
@@ -61,6 +65,7 @@ def launch(
         "error": None,
         "nonfinite": nonfinite,
         "unused": unused,
+        "moved": moved,
         "dtype": products.ran(),
         "kernels": {kernel: ", ".join(choices) for kernel, choices in ran.items()},
         "allocator": peaks.allocator(inputs.device.type),
@@ -87,6 +92,7 @@ def failed(rank: int, error: BaseException) -> dict[str, Json]:
         "error": told(error),
         "nonfinite": [],
         "unused": [],
+        "moved": {},
         "dtype": None,
         "kernels": {},
         "allocator": None,
@@ -119,11 +125,27 @@ def build_buckets(
     model.zero_grad(set_to_none=True)
 
 
+Buffers = Sequence[tuple[Tensor, Tensor]]
+"""Each buffer of a model, and a copy of what it was."""
+
+
 @contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
+def _kept_buffers(model: nn.Module) -> Iterator[Buffers]:
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        yield
+        yield before
     finally:
         for buffer, old in before:
             buffer.copy_(old)
+
+
+def _moved(model: nn.Module, before: Buffers) -> dict[str, str]:
+    summed = {id(mixture.counts) for mixture in balanced(model)}
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    moved = (buffer for buffer, old in before if id(buffer) not in summed and not torch.equal(buffer, old))
+    return {names[id(buffer)]: _digest(buffer) for buffer in moved}
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

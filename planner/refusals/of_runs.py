@@ -356,6 +356,20 @@ def smoke_failed(plan: Facts, facts: Facts) -> Iterator[Refusal]:
             )
 
 
+def buffers_apart(plan: Facts, facts: Facts) -> Iterator[Refusal]:
+    rows = [row.get("moved", {}) for row in facts["smoke"]]
+    apart = [name for name in dict.fromkeys(name for row in rows for name in row)
+             if len({row.get(name) for row in rows}) > 1]  # fmt: skip
+    if apart and not any(row["error"] for row in facts["smoke"]):
+        yield Refusal(
+            "buffers-apart",
+            f"one discarded forward on {_ranks(len(rows))}, each of its own data",
+            f"a buffer differs between them afterwards: {_some(apart)}",
+            "gradients are summed over ranks, what a module keeps of its own data is not: their models would part",
+            "plan one rank; or use a norm that keeps no running statistics: nn.LayerNorm, nn.GroupNorm",
+        )
+
+
 def _raised(entry: Facts, error: str) -> tuple[str, str]:
     """Why, and the way out, for a smoke launch of ``entry`` that raised ``error``."""
     if error.startswith("OutOfMemoryError"):

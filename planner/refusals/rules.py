@@ -119,6 +119,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("allocator-set", "start", "an allocator's setting in the environment", refusals_run.allocator_set),
     Rule("smoke-failed", "running", "the discarded first step fails or is not finite", refusals_run.smoke_failed),
+    Rule("buffers-apart", "running", "a buffer follows each rank's own data", refusals_run.buffers_apart),
     Rule("allocator-differs", "running", "another allocator than planned", refusals_run.allocator_differs),
     Rule("kernel-differs", "running", "another kernel ran than the one planned", refusals_run.kernel_differs),
     Rule("dtype-differs", "running", "the products had another dtype than planned", refusals_run.dtype_differs),
