@@ -233,6 +233,23 @@ def test_every_way_that_a_refusal_names_is_planned_and_no_longer_one_would_be(
                 compile_plan(request(**asked | {key: way[key] + more}), found, work)
 
 
+def test_no_way_out_is_a_length_below_those_at_which_a_module_was_counted() -> None:
+    """What such a module takes need not be a line of the length: below, a form from above may promise anything."""
+    work, found = account("b1"), fleet(1e13)
+    found["devices"]["GPU-0"]["memory_free"]["value"] = 18_500_000_000
+
+    def offered(**counted: Any) -> list[int]:
+        made_from = {**work["made_from"], **counted}
+        with pytest.raises(Refused) as caught:
+            compile_plan(request(), found, {**work, "made_from": made_from})
+        (escape,) = {refusal.escape for refusal in caught.value.refusals}
+        return [way["seq"] for way in _ways(escape) if "seq" in way]
+
+    (longest,) = offered()
+    assert offered(lengths=[longest, 512]) == [longest]
+    assert offered(lengths=[longest + 1, 512]) == []
+
+
 def test_the_page_of_what_fits_where_is_what_the_planner_says() -> None:
     assert make_fits.PAGE.read_text(encoding="utf-8") == make_fits.page()
 

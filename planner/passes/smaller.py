@@ -71,18 +71,20 @@ def ways_to_fit(
     ways = [way for way in proposed if planned(way.changes)]
     ways += _batches(rooms, request, planned)
     ways += [way for way in _freer_split(rooms, request) if planned(way.changes)]
-    ways += _lengths(rooms, account["granule"], planned)
+    # Of a module of one's own nothing is known of lengths below those at which it was counted.
+    granule = account["granule"]
+    least = account["made_from"].get("lengths", [granule])[0]
+    ways += _lengths(rooms, granule, least, planned)
     ways += [way for way in _others(plan, request) if planned(way.changes)]
     if ways:
         return ", or ".join(way.said for way in ways)
-    granule = account["granule"]
-    worst = max(rooms, key=lambda room: room.least(granule) - (room.limit or 0))
+    worst = max(rooms, key=lambda room: room.least(least) - (room.limit or 0))
     if worst.limit is not None and worst.limit <= 0:
         return "fewer ranks (--devices), or memory that others hold given free: nothing of it is left for a rank"
     what = "weights, gradients, optimizer state" + (" and CUDA's libraries" if worst.rank.kind == "cuda" else "")
     return (
-        f"a smaller model (--model, --set) or a larger device: one sequence of length {granule} takes "
-        f"{size(round(worst.least(granule)))}, and {what} alone hold {size(_state(worst))}"
+        f"a smaller model (--model, --set) or a larger device: one sequence of length {least} takes "
+        f"{size(round(worst.least(least)))}, and {what} alone hold {size(_state(worst))}"
     )
 
 
@@ -171,19 +173,22 @@ def _largest(most: int, change: Callable[[int], dict[str, Json]], planned: Plann
     return largest_within(most, lambda count: planned(change(count))) if planned(change(1)) else 0
 
 
-def _lengths(rooms: list[_Room], granule: int, planned: Planned) -> Iterator[Way]:
-    """The longest length, in whole granules, at which every rank holds its batch."""
-    shortest = min(room.length for room in rooms)
-    longest = shortest // granule - (shortest % granule == 0)
+def _lengths(rooms: list[_Room], granule: int, least: int, planned: Planned) -> Iterator[Way]:
+    """The longest length from ``least`` on, in whole granules, at which every rank holds its batch."""
+    shortest, below = min(room.length for room in rooms), -(-least // granule) - 1
+    longest = shortest // granule - (shortest % granule == 0) - below
+
+    def length(count: int) -> int:
+        return (below + count) * granule
 
     def holds(count: int) -> bool:
-        return all(room.holds(room.batch, count * granule, room.open) for room in rooms)
+        return all(room.holds(room.batch, length(count), room.open) for room in rooms)
 
     if longest >= 1 and holds(1):
         most = largest_within(longest, holds)
-        found = _largest(most, lambda count: {"seq": count * granule}, planned) * granule
+        found = _largest(most, lambda count: {"seq": length(count)}, planned)
         if found:
-            yield Way(f"--seq {found}", {})
+            yield Way(f"--seq {length(found)}", {})
 
 
 def _others(plan: Mapping[str, Json], request: Mapping[str, Json]) -> Iterator[Way]:
