@@ -145,6 +145,13 @@ def test_no_tensor_is_kept_alive_and_no_more_than_so_many_sets_are_remembered(
     assert len(asked.by_name) == 1 and len(asked.direct) == 1
 
 
+def test_all_else_is_asked_of_the_kernel_itself() -> None:
+    kernel = tuned(triton.Config({"BLOCK": 64}))
+    assert Relaunched(kernel).fn is kernel.fn and Relaunched(kernel).arg_names == kernel.arg_names
+    with pytest.raises(AttributeError):
+        _ = Relaunched(kernel).nothing_of_the_kind
+
+
 def test_a_first_launch_that_fails_leaves_the_kernel_as_it_was(asked: Asked) -> None:
     def fails(_: Any) -> Any:
         raise ValueError("no such grid")

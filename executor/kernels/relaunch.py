@@ -58,6 +58,9 @@ class Relaunched:
 
         return launch
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)  # what else is asked of it, the kernel answers
+
     def by_name(self, grid: Grid) -> Callable[..., Any]:
         """What launches it by Triton itself."""
         launch: Callable[..., Any] = self._kernel[grid]
