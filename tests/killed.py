@@ -132,7 +132,8 @@ def trials(folder: Path, count: int, number: int, seed: int) -> tuple[list[str],
     """Kill a rank of ``count`` at ``number`` random moments, one run each, of each kind in turn.
 
     After each: the plan verifies, the newest checkpoint is whole (or there is none), and a run that goes on from it, or
-    from the start, leaves the very bytes of the run that was never disturbed.
+    from the start, leaves the very bytes of the run that was never disturbed. So does one that was recorded as finished
+    when it was killed, of which nothing is left to do.
 
     Returns:
         What went wrong, and how many of each kind of moment there were.
@@ -159,9 +160,9 @@ def trials(folder: Path, count: int, number: int, seed: int) -> tuple[list[str],
         plan, run_dir = folder / f"{trial}.json", folder / str(trial)
         write(plan, made)
         killed = start(Job(plan, data, run_dir, dies=(rank, moment)), count)
-        load(plan)
+        ended = any(run["outcome"] == "finished" for run in load(plan)["runs"])
         found = resume.newest(run_dir)
-        again = start(Job(plan, data, run_dir, resume=found["chosen"] is not None), count)
+        again = [] if ended else start(Job(plan, data, run_dir, resume=found["chosen"] is not None), count)
         recorded = load(plan)["runs"]
         same = (run_dir / "final" / MODEL).read_bytes() == wanted
         fine = killed[rank] is None and not found["passed"] and recorded[-1]["outcome"] == "finished"
