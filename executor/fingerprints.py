@@ -28,8 +28,13 @@ def fingerprint(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for _, tensor in _kept(model):
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of ``tensor``'s numbers, in their order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def lanes(model: nn.Module) -> tuple[Tensor, list[tuple[str, int]]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from executor import peaks
 from executor.count import Tally
+from executor.fingerprints import bytes_of
 from executor.guest import told
 from executor.kernels import registry
 from executor.models.moe import balanced
@@ -143,9 +144,4 @@ def _moved(model: nn.Module, before: Buffers) -> dict[str, str]:
     summed = {id(mixture.counts) for mixture in balanced(model)}
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     moved = (buffer for buffer, old in before if id(buffer) not in summed and not torch.equal(buffer, old))
-    return {names[id(buffer)]: _digest(buffer) for buffer in moved}
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return {names[id(buffer)]: hashlib.sha256(bytes_of(buffer)).hexdigest() for buffer in moved}
