@@ -39,7 +39,8 @@ def launch(
     Returns:
         ``error``: what it raised, else None; ``nonfinite``: of the loss and the gradients, those that are not finite;
         ``unused``: the trainable parameters that no gradient reached;
-        ``moved``: the buffers that it changed, and the SHA-256 of what they were then; a mixture's counts are summed;
+        ``moved``: the buffers of a checkpoint that it changed, but for a mixture's counts, which are summed, and the
+        SHA-256 of what they were then;
         ``dtype``: of the products with parameters, by the largest share of their FLOPs (None where there are none);
         ``kernels``: of each kernel, the choice that ran (several: separated by commas);
         ``allocator``: how the device's memory grows, "expandable" or "segments" (None on a CPU);
@@ -142,6 +143,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[Buffers]:
 
 def _moved(model: nn.Module, before: Buffers) -> dict[str, str]:
     summed = {id(mixture.counts) for mixture in balanced(model)}
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
-    moved = (buffer for buffer, old in before if id(buffer) not in summed and not torch.equal(buffer, old))
+    state = model.state_dict(keep_vars=True)
+    names = {id(buffer): name for name, buffer in model.named_buffers() if name in state and id(buffer) not in summed}
+    moved = (buffer for buffer, old in before if id(buffer) in names and not torch.equal(buffer, old))
     return {names[id(buffer)]: hashlib.sha256(bytes_of(buffer)).hexdigest() for buffer in moved}

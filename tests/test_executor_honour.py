@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import following
 import plans
 from executor import build, honour, smoke
 from executor.conditions import of_ranks, seen
@@ -140,6 +141,22 @@ def test_the_smoke_launch_leaves_no_trace(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.grad is not None and not parameter.grad.any()
+
+
+def test_of_buffers_that_moved_those_are_told_that_a_checkpoint_keeps() -> None:
+    class Following(following.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(2, 32, dtype=torch.int64), persistent=False)
+
+        def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.last.copy_(inputs)
+            return super().forward(inputs, targets)
+
+    model, tokens = Following(), torch.arange(64).view(2, 32)
+    row = smoke.launch(0, model, tokens, tokens, "fp32")
+    assert row["moved"].keys() == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert not model.last.any() and model.norm.num_batches_tracked == 0
 
 
 def test_slots_of_a_step_go_to_one_rank_each(tmp_path: Path) -> None:
