@@ -115,7 +115,7 @@ def _(host: Tensor, *, device: torch.device) -> Tensor:
 
 CARRIED = 8
 """Operators of a model that a tensor's way out, or back, costs the host: hooks that look for what is worth it, buffers,
-a stream that waits for another. On a host of H200 12 gave what medium's 33 of them took, and 4 what b1's did."""
+a stream that waits for another. On a host of H200 12 gave what medium's 33 of them took, and 3 what b1's did."""
 cost("dormouse::offload", lambda x, out: 0, launches=CARRIED)
 cost("dormouse::restore", lambda host, out, device: 0, launches=CARRIED)
 

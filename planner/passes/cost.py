@@ -34,9 +34,10 @@ STATE = (
 """Components of memory that are held from step to step."""
 COMPONENTS = (*STATE, "activations", "gathered", "buckets", "update")
 WEIGHTS, KERNELS, BACKWARD = "weights_cast", "kernels_inside", "backward_beyond"
-RECURRENT = "recurrent_kernels"
 """Of the bytes alive: weights in the compute dtype, what a kernel takes within itself, and what backward takes beyond
 those and all that is saved."""
+RECURRENT = "recurrent_kernels"
+"""Likewise: what recurrent layers' fused kernels keep for backward."""
 PACKING_LAUNCHES = 2  # operators to pack one owned update: a slice taken, a copy into it
 UNIT_RATES = (1.0, float("inf"), 0.0)  # where rates are unknown and a measured ratio is seconds a FLOP
 BACKWARD_SHARE = 2 / 3  # of forward and backward: two of a layer's three products
